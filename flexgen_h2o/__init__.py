@@ -1,0 +1,20 @@
+"""Throughput-oriented generation with OPT models: FlexGen's block schedule with H2O's fixed-size KV cache."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM, GenerationOutput
+    from flexgen_h2o.sampling import SamplingParams
+
+__all__ = ["LLM", "GenerationOutput", "SamplingParams"]
+
+_HOMES = {"LLM": "llm", "GenerationOutput": "llm", "SamplingParams": "sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that commands can answer --help without loading torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

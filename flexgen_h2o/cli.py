@@ -1,0 +1,112 @@
+"""What the commands share: flags whose mistakes are all reported at once, and errors in one sentence each."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NoReturn
+
+from flexgen_h2o.errors import UsageError
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see --help")
+
+
+class Flags:
+    """Turns the texts of parsed flags into values, collecting a sentence for each that cannot be."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
+        self.problems: list[str] = []
+
+    def given(self, flag: str) -> bool:
+        """Whether the flag was on the command line."""
+        return self.text(flag) not in (None, False)
+
+    def text(self, flag: str) -> str | None:
+        value: str | None = getattr(self._args, flag.removeprefix("--").replace("-", "_"))
+        return value
+
+    def whole(self, flag: str, least: int, most: int | None = None) -> int | None:
+        """A whole number within limits; None if not given or wrong."""
+        text = self.text(flag)
+        return None if text is None else self.whole_number(flag, text, least, most)
+
+    def whole_number(self, flag: str, text: str, least: int, most: int | None = None) -> int | None:
+        """The number that `text`, given for `flag`, stands for; None if it is wrong."""
+        try:
+            value = int(text)
+        except ValueError:
+            self.problems.append(f"{flag} is {text!r}; it must be a whole number of at least {least}")
+            return None
+        if value < least or (most is not None and value > most):
+            limit = f"at least {least}" if most is None else f"between {least} and {most}"
+            self.problems.append(f"{flag} is {value}; it must be {limit}")
+            return None
+        return value
+
+    def real(self, flag: str, least: float = 0.0) -> float | None:
+        """A finite number of at least `least`; None if not given or wrong."""
+        text = self.text(flag)
+        if text is None:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= least):
+            self.problems.append(f"{flag} is {text!r}; it must be a number of at least {least:g}")
+            return None
+        return value
+
+    def ratio(self, flag: str) -> Fraction | None:
+        """A share between 0 and 1, exactly as written; None if not given or wrong."""
+        text = self.text(flag)
+        if text is None:
+            return None
+        try:
+            value = Fraction(text)
+        except (ValueError, ZeroDivisionError):
+            value = Fraction(-1)
+        if not 0 <= value <= 1:
+            self.problems.append(f"{flag} is {text!r}; it must be a number between 0 and 1")
+            return None
+        return value
+
+    def choice(self, flag: str, known: Sequence[str], default: str) -> str:
+        """One of `known`."""
+        text = self.text(flag)
+        if text is not None and text not in known:
+            self.problems.append(f"{flag} is {text!r}; it must be one of {', '.join(known)}")
+            return default
+        return default if text is None else text
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Runs a command's main function and exits with its code, or with one that says how it failed."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except UsageError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        code = EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has stopped reading. Python would complain once more when it closes stdout.
+        sys.stdout = None
+        code = EXIT_FAILED
+    except (OSError, RuntimeError, MemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"error: {reason}", file=sys.stderr)
+        code = EXIT_FAILED
+    sys.exit(code)

@@ -1,0 +1,14 @@
+"""The one exception type for mistakes that the person who runs a job can mend."""
+
+from collections.abc import Iterable
+
+
+class UsageError(ValueError):
+    """One or more mistakes in flags, files or sizes, found before the work began.
+
+    Each entry of `problems` is one sentence that names the value, the limit and a way out.
+    """
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
