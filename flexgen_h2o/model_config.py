@@ -175,22 +175,26 @@ def from_dict(values: dict[str, Any], name: str, source: str = "config") -> Mode
     if model_type != "opt":
         problems.append(f"{source}: model_type is {model_type!r}; only 'opt' models are supported")
     found: dict[str, Any] = {"name": name}
-    for key in _SIZES:
-        value = values.get(key, getattr(ModelConfig, key))
+    embed = values.get("word_embed_proj_dim")
+    sizes = {key: values.get(key, getattr(ModelConfig, key)) for key in _SIZES}
+    if embed is not None:
+        sizes["word_embed_proj_dim"] = embed
+    for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{source}: {key} is {value!r}; it must be a whole number of at least 1")
         found[key] = value
-    for key in _SWITCHES:
-        found[key] = values.get(key, True)
-        if not isinstance(found[key], bool):
-            problems.append(f"{source}: {key} is {found[key]!r}; it must be true or false")
-    found["remove_final_layer_norm"] = bool(values.get("_remove_final_layer_norm", False))
+    switches = {key: (key, True) for key in _SWITCHES} | {
+        "remove_final_layer_norm": ("_remove_final_layer_norm", False)
+    }
+    for field, (key, default) in switches.items():
+        found[field] = values.get(key, default)
+        if not isinstance(found[field], bool):
+            problems.append(f"{source}: {key} is {found[field]!r}; it must be true or false")
     found["activation_function"] = values.get("activation_function", "relu")
     if found["activation_function"] not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         problems.append(f"{source}: activation_function is {found['activation_function']!r}; known ones: {known}")
-    embed = values.get("word_embed_proj_dim")
-    found["word_embed_proj_dim"] = found["hidden_size"] if embed is None else embed
+    found.setdefault("word_embed_proj_dim", found["hidden_size"])
     problems += _read_special_tokens(values, source, found)
     if not problems and found["hidden_size"] % found["num_attention_heads"]:
         problems.append(

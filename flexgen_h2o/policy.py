@@ -105,7 +105,7 @@ class EvictionSpec:
         for name in ("hh_ratio", "recent_ratio"):
             value = getattr(self, name)
             if value is not None and not 0 <= _fraction(value) <= 1:
-                found.append(f"{_flag(name)} is {value}; it must lie between 0 and 1")
+                found.append(f"{_flag(name)} is {value}; it must be a number between 0 and 1")
         for name, least in (("hh_size", 0), ("recent_size", 1), ("sink_size", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -155,8 +155,14 @@ class EvictionSpec:
 
 
 def _fraction(ratio: Ratio) -> Fraction:
-    # By way of text: the float 0.35 is less than 35/100, and 0.35 * 180 would floor to 62.
-    return ratio if isinstance(ratio, Fraction) else Fraction(str(ratio))
+    """A ratio exactly as written; -1, which no rule allows, for what is no number."""
+    if isinstance(ratio, Fraction):
+        return ratio
+    try:
+        # By way of text: the float 0.35 is less than 35/100, and 0.35 * 180 would floor to 62.
+        return Fraction(str(ratio))
+    except (ValueError, ZeroDivisionError):
+        return Fraction(-1)
 
 
 def _flag(name: str) -> str:

@@ -50,6 +50,8 @@ class SamplingParams:
             found.append(f"--top-k is {self.top_k}; it must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             found.append(f"--top-p is {self.top_p}; it must be above 0 and at most 1")
+        if not -(2**63) <= self.seed < 2**63:
+            found.append(f"--seed is {self.seed}; it must fit 64 bits")
         if any(not text for text in self.stop):
             found.append("--stop is empty; every text contains it")
         return found
@@ -70,7 +72,9 @@ def choose_tokens(logits: Tensor, params: SamplingParams, prompt_indices: Tensor
     """
     if params.is_greedy:
         return logits.argmax(dim=-1)
-    kept = _filter(logits / params.temperature, params)
+    # Below the row's maximum, so that no temperature, however small, makes an infinity of it.
+    relative = logits - logits.max(dim=-1, keepdim=True).values
+    kept = _filter(relative / params.temperature, params)
     cumulative = kept.double().softmax(dim=-1).cumsum(dim=-1)
     uniform = torch.from_numpy(uniform_numbers(params.seed, prompt_indices.numpy(), step)).to(logits.device)
     # In order of ids, not of probability: two tokens that nearly tie would trade places between one split and another.

@@ -5,6 +5,7 @@ count and in format. Here every parameter has one name, relative to the decoder 
 """
 
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,7 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Checkpoint:
     for path in files:
         try:
             file_shapes = _stored_shapes(path)
-        except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
+        except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             problems.append(f"weight file {path} cannot be read ({reason}); it may be cut short: fetch it again")
             continue
@@ -199,9 +200,9 @@ def _weight_files(folder: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if not (index.parent / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index} is no index of weight files: {type(error).__name__}: {error}") from None
-    missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise UsageError(f"{index} names {name}, which is not there: fetch it again" for name in missing)
     return [index.parent / name for name in names]

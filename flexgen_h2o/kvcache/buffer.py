@@ -48,6 +48,11 @@ class Region:
         """The same memory, seen as a region of `rows` rows."""
         return Region(self.keys[:rows], self.values[:rows])
 
+    def clear(self) -> None:
+        """Sets everything to zero."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def live(self, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` slots, [rows, heads, length, head_dim] each."""
         return self.keys[:, :, :length], self.values[:, :, :length]
@@ -132,6 +137,10 @@ class KVBuffer:
             first_columns: [rows] int64 on the CPU, the column of each row's first real token.
         """
         rows = len(first_columns)
+        # A slot that one row has filled may be empty in another, where its value meets a weight of 0. What an earlier
+        # block left there might be NaN, and 0 times NaN is NaN.
+        self._heavy.clear()
+        self._ring.clear()
         self.heavy = self._heavy.first_rows(rows)
         self.ring = self._ring.first_rows(rows)
         self.scores = self._scores[:rows].fill_(EMPTY)
