@@ -4,14 +4,16 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
 from tqdm import tqdm
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.llm import LLM, GenerationOutput, Request
+from flexgen_h2o.generation import GenerationOutput, Request
+from flexgen_h2o.llm import LLM
 from flexgen_h2o.prompts import PromptLine, read_prompts, write_line
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.weights import weight_bytes
@@ -27,17 +29,32 @@ Lines = Callable[[], Iterator[PromptLine]]
 
 
 @dataclass(frozen=True)
+class InputSizes:
+    """How long and how many the prompts are.
+
+    Attributes:
+        prompt_len: the longest prompt, in tokens, or the limit that was given.
+        num_prompts: prompts that can be served; None if the input can be read only once.
+    """
+
+    prompt_len: int
+    num_prompts: int | None
+
+
+@dataclass(frozen=True)
 class PromptSource:
     """Where the prompts come from.
 
     Attributes:
         lines: starts reading from the first line; may be called once if not `rereadable`.
         name: for messages.
+        sizes: of the prompts, where they are known without reading.
     """
 
     lines: Lines
     name: str
     rereadable: bool = True
+    sizes: InputSizes | None = None
 
 
 def file_source(path: str) -> PromptSource:
@@ -68,20 +85,8 @@ def random_source(llm: LLM, prompt_len: int) -> PromptSource:
             for request in llm.random_requests(prompt_len, llm.policy.block_rows)
         ),
         "random prompts",
+        sizes=InputSizes(prompt_len, llm.policy.block_rows),
     )
-
-
-@dataclass(frozen=True)
-class InputSizes:
-    """What the first pass over the prompts found.
-
-    Attributes:
-        prompt_len: the longest prompt, in tokens, or the limit that was given.
-        num_prompts: prompts that can be served; None if the input can be read only once.
-    """
-
-    prompt_len: int
-    num_prompts: int | None
 
 
 class BatchJob:
@@ -103,19 +108,34 @@ class BatchJob:
 
     def measure(self) -> InputSizes:
         """First pass: how long and how many the prompts are. Raises UsageError if there are none."""
-        if not self.source.rereadable:
-            limit = self.llm.prompt_len or self.llm.config.max_position_embeddings - self.params.max_new_tokens
-            return InputSizes(limit, None)
+        self.llm.check_lengths(self.params, self.llm.prompt_len or 1)
+        if self.source.sizes is not None:
+            return self.source.sizes
+        try:
+            return self._measure_lines() if self.source.rereadable else self._peek()
+        except OSError as error:
+            raise UsageError(f"{self.source.name} cannot be read: {error.strerror or error}") from None
+
+    def _measure_lines(self) -> InputSizes:
         longest = count = lines = 0
-        for line in self.source.lines():
-            lines += 1
+        for lines, line in enumerate(self.source.lines(), start=1):
             request = self._request(lines - 1, line)
             if isinstance(request, Request):
                 longest = max(longest, len(request.prompt_ids))
                 count += 1
         if not lines:
-            raise UsageError(f"{self.source.name} has no prompts")
+            raise UsageError(f"{self.source.name} has no prompts; give it at least one line")
         return InputSizes(self.llm.prompt_len or longest, count)
+
+    def _peek(self) -> InputSizes:
+        """Looks for the first line of what can be read only once, and keeps it."""
+        lines = self.source.lines()
+        first = next(lines, None)
+        if first is None:
+            raise UsageError(f"{self.source.name} has no prompts; give it at least one line")
+        self.source = replace(self.source, lines=lambda: chain([first], lines))
+        limit = self.llm.config.max_position_embeddings - self.params.max_new_tokens
+        return InputSizes(self.llm.prompt_len or limit, None)
 
     def run(self, sizes: InputSizes, output: str | None) -> None:
         """Generates and writes, after the plan has been checked and before anything is loaded.
@@ -125,10 +145,11 @@ class BatchJob:
         has_work = sizes.num_prompts != 0
         if has_work:
             self.llm.check_plan(self.params, sizes.prompt_len, sizes.num_prompts)
+            self._load()
         with ExitStack() as files:
+            # Only now: results of an earlier run outlive one that cannot begin.
             file = sys.stdout if output is None else files.enter_context(_open_output(output))
             if has_work:
-                self._load()
                 self._generate(file, sizes)
             else:
                 deque(self._requests(), maxlen=0)

@@ -1,11 +1,21 @@
-"""From what the user calls a model to a folder on this machine."""
+"""From what the user calls a model to checked weight files on this machine.
 
+Published OPT files differ in the prefix of their keys, in the name a tied output embedding is stored under, in shard
+count and in format. Here every parameter has one name, relative to the decoder (`model_config.ModelConfig.shapes`).
+"""
+
+import json
 import os
+import pickle
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from flexgen_h2o import model_config
 from flexgen_h2o.errors import UsageError
@@ -34,9 +44,14 @@ def locate_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
     """
     if model is None:
         return ModelSource(replace(model_config.from_folder(DEMO_FOLDER), name="demo"), DEMO_FOLDER)
-    if Path(model).is_dir():
-        return ModelSource(model_config.from_folder(Path(model)), Path(model))
-    if Path(model).exists():
+    try:
+        place = Path(model).expanduser()
+        if place.is_dir():
+            return ModelSource(model_config.from_folder(place), place)
+        is_file = place.exists()
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"--model {model} cannot be looked for: {error}; give another name") from None
+    if is_file:
         raise UsageError(f"--model {model} is a file; it takes a folder in Hugging Face format or a name")
     if model.startswith((".", os.sep, "~")) or model.count("/") > 1:
         raise UsageError(f"--model {model}: there is no such folder")
@@ -48,12 +63,16 @@ def locate_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
 
 def _find_by_name(model: str, path: str | None) -> Path:
     if path is not None:
-        root = Path(path).expanduser()
-        if not root.is_dir():
-            raise UsageError(f"--path {path}: there is no such folder")
-        for folder in (root / model, root / model.rsplit("/", 1)[-1], root):
-            if (folder / "config.json").is_file():
-                return folder
+        try:
+            root = Path(path).expanduser()
+            folders = [root / model, root / model.rsplit("/", 1)[-1], root] if root.is_dir() else []
+            found = [folder for folder in folders if (folder / "config.json").is_file()]
+        except (OSError, RuntimeError) as error:
+            raise UsageError(f"--path {path} cannot be looked into: {error}; give another folder") from None
+        if not folders:
+            raise UsageError(f"--path {path}: there is no such folder; give another or leave it out")
+        if found:
+            return found[0]
     repository = model if "/" in model else f"facebook/{model}"
     if "/" not in model:
         model_config.published(model)  # refuses a name that is none, before any network is asked
@@ -79,8 +98,149 @@ def _snapshot(repository: str, local_files_only: bool) -> Path | None:
                     repository, allow_patterns=[*SETTINGS_FILES, weights], local_files_only=local_files_only
                 )
             )
-        except (OSError, HfHubHTTPError):
+        except (OSError, HfHubHTTPError, HFValidationError):
             return None
         if any(folder.glob(weights)):
             return folder
     return None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked set of files that holds every parameter of a model exactly once.
+
+    Attributes:
+        sources: parameter name -> (file, key in that file), in file order.
+        unused: keys of the files that the model has no use for.
+    """
+
+    sources: Mapping[str, tuple[Path, str]]
+    unused: tuple[str, ...]
+
+    def identity(self) -> str:
+        """What tells these files from others: names, sizes and times of change."""
+        paths = sorted({path.resolve() for path, _ in self.sources.values()})
+        return " ".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths)
+
+    def tensors(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the wanted parameters as stored, one at a time, in the order of the files."""
+        by_file: dict[Path, list[str]] = {}
+        for name, (path, _) in self.sources.items():
+            if name in wanted:
+                by_file.setdefault(path, []).append(name)
+        for path, names in by_file.items():
+            read = _read_safetensors if path.suffix == ".safetensors" else _read_pickled
+            yield from read(path, {name: self.sources[name][1] for name in names})
+
+
+def _read_safetensors(path: Path, keys: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    for name, key in keys.items():
+        # Opened anew for each tensor: pages of a mapped file that were read once would otherwise count as ours.
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(key)
+        yield name, tensor
+
+
+def _read_pickled(path: Path, keys: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    for name, key in keys.items():
+        yield name, stored[key]
+
+
+def open_checkpoint(folder: Path, config: ModelConfig) -> Checkpoint:
+    """Finds and checks the weight files of a folder in Hugging Face format, without reading tensors.
+
+    Raises UsageError that names every file that is missing or cut short, every parameter that is missing, stored
+    twice or of another shape.
+    """
+    files = _weight_files(folder)
+    stored: dict[str, list[tuple[Path, str]]] = {}
+    shapes: dict[tuple[Path, str], tuple[int, ...]] = {}
+    problems = []
+    for path in files:
+        try:
+            file_shapes = _stored_shapes(path)
+        except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            problems.append(f"weight file {path} cannot be read ({reason}); it may be cut short: fetch it again")
+            continue
+        for key, shape in file_shapes.items():
+            stored.setdefault(_parameter_name(key), []).append((path, key))
+            shapes[path, key] = shape
+    if problems:
+        raise UsageError(problems)
+    return _match(stored, shapes, config, folder)
+
+
+def _match(
+    stored: dict[str, list[tuple[Path, str]]],
+    shapes: dict[tuple[Path, str], tuple[int, ...]],
+    config: ModelConfig,
+    folder: Path,
+) -> Checkpoint:
+    """Pairs what the model needs with what the files hold."""
+    if config.tie_word_embeddings:
+        # Tied embeddings are stored under either name, or under both.
+        head = stored.pop("lm_head.weight", [])
+        if "embed_tokens.weight" not in stored and head:
+            stored["embed_tokens.weight"] = head
+    problems = []
+    sources = {}
+    for name, shape in config.shapes().items():
+        found = stored.pop(name, [])
+        if not found:
+            problems.append(f"{folder}: parameter {name} {list(shape)} is in none of the weight files")
+        elif len(found) > 1:
+            places = " and ".join(f"{path.name}:{key}" for path, key in found)
+            problems.append(f"{folder}: parameter {name} is stored twice: {places}")
+        elif shapes[found[0]] != shape:
+            problems.append(
+                f"{found[0][0]}: {found[0][1]} has shape {list(shapes[found[0]])},"
+                f" but config.json makes it {list(shape)}"
+            )
+        else:
+            sources[name] = found[0]
+    if problems:
+        raise UsageError(problems)
+    unused = tuple(key for places in stored.values() for _, key in places)
+    in_file_order = sorted(sources.items(), key=lambda item: str(item[1][0]))
+    return Checkpoint(dict(in_file_order), unused)
+
+
+def _parameter_name(key: str) -> str:
+    return key.removeprefix("model.").removeprefix("decoder.")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, safetensors before .bin. Raises UsageError if one that is named is absent."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{stem}.index.json"
+        if index.is_file():
+            return _shards(index)
+        if (folder / stem).is_file():
+            return [folder / stem]
+    raise UsageError(
+        f"{folder} holds no weights (model.safetensors, pytorch_model.bin, or an index of shards);"
+        " use --dummy-weights to run without"
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if not (index.parent / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{index} is no index of weight files: {type(error).__name__}: {error}") from None
+    if missing:
+        raise UsageError(f"{index} names {name}, which is not there: fetch it again" for name in missing)
+    return [index.parent / name for name in names]
+
+
+def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(stored, dict):
+        raise ValueError(f"it holds {type(stored).__name__} where a mapping of tensors is expected")
+    return {key: tuple(value.shape) for key, value in stored.items() if isinstance(value, Tensor)}

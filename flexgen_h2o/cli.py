@@ -47,22 +47,25 @@ class Flags:
             self.problems.append(f"{flag} is {text!r}; it must be a whole number of at least {least}")
             return None
         if value < least or (most is not None and value > most):
-            limit = f"at least {least}" if most is None else f"between {least} and {most}"
+            limit = f"at least {least}" + ("" if most is None else f" and at most {most}")
             self.problems.append(f"{flag} is {value}; it must be {limit}")
             return None
         return value
 
-    def real(self, flag: str, least: float = 0.0) -> float | None:
-        """A finite number of at least `least`; None if not given or wrong."""
+    def real(self, flag: str, least: float = 0.0, most: float = math.inf) -> float | None:
+        """A finite number within limits; None if not given or wrong."""
         text = self.text(flag)
-        if text is None:
-            return None
+        return None if text is None else self.real_number(flag, text, least, most)
+
+    def real_number(self, flag: str, text: str, least: float = 0.0, most: float = math.inf) -> float | None:
+        """The finite number that `text`, given for `flag`, stands for; None if it is wrong."""
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and value >= least):
-            self.problems.append(f"{flag} is {text!r}; it must be a number of at least {least:g}")
+        if not (math.isfinite(value) and least <= value <= most):
+            limit = f"of at least {least:g}" + ("" if most == math.inf else f" and at most {most:g}")
+            self.problems.append(f"{flag} is {text!r}; it must be a number {limit}")
             return None
         return value
 
@@ -79,6 +82,15 @@ class Flags:
             self.problems.append(f"{flag} is {text!r}; it must be a number between 0 and 1")
             return None
         return value
+
+    def switch(self, flag: str, default: bool) -> bool:
+        """True or false, as FlexGen's switches take it."""
+        text = self.text(flag)
+        if text is None:
+            return default
+        if text.lower() not in ("true", "false"):
+            self.problems.append(f"{flag} is {text!r}; it must be true or false")
+        return text.lower() == "true"
 
     def choice(self, flag: str, known: Sequence[str], default: str) -> str:
         """One of `known`."""

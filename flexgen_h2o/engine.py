@@ -2,31 +2,41 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o import layers
+from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kvcache.attention import decode_attention, prefill_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, UnitShape
+from flexgen_h2o.kvcache.buffer import Padding, UnitShape
+from flexgen_h2o.kvcache.cache import KVCache
 from flexgen_h2o.kvcache.eviction import EvictionRule
 from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.schedule import (
+    OUTER,
     Attend,
     BlockShape,
     Choose,
     Embed,
     EndStep,
+    FetchWeights,
     Finish,
     Group,
+    LoadCache,
+    LoadHidden,
     Project,
+    ReleaseWeights,
+    StoreCache,
+    StoreHidden,
     cut_block,
     zigzag,
 )
-from flexgen_h2o.weights import Weights
+from flexgen_h2o.transfer import Ticket, Transfer
+from flexgen_h2o.weights import WeightStore
 
 
 class TokenChooser(Protocol):
@@ -90,47 +100,66 @@ class BlockTimes:
 
 
 class Engine:
-    """One model with its KV buffers, for blocks of up to `rows` rows. The buffers are made once and serve every block.
+    """A model with its KV, for blocks of up to as many rows as the KV was made for.
 
-    Attributes:
-        kv: the buffer of each unit, by layer and sub-batch.
+    Attributes are its parts, which whoever made them closes.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, rule: EvictionRule, policy: Policy, rows: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        policy: Policy,
+        weights: WeightStore,
+        kv: KVCache,
+        hidden: HiddenStore,
+        transfer: Transfer,
+        device: torch.device,
+    ):
         self.config = config
-        self.weights = weights
-        self.rule = rule
         self.policy = policy
-        table = weights.outer["embed_tokens.weight"]
-        self.device = table.device
-        shapes = unit_shapes(config, rule, policy, rows)
-        self.kv = [
-            [KVBuffer(shape, rule, table.dtype, table.device) for shape in shapes]
-            for _ in range(config.num_hidden_layers)
-        ]
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of keys and values of all buffers; scores and columns apart."""
-        return sum(unit.kv_bytes for layer in self.kv for unit in layer)
+        self.weights = weights
+        self.kv = kv
+        self.hidden = hidden
+        self.transfer = transfer
+        self.device = device
 
     @torch.inference_mode()
     def run(self, block: PromptBlock, gen_len: int, chooser: TokenChooser) -> BlockTimes:
         """Generates up to `gen_len` tokens (at least 1) for each row, as the chooser decides."""
-        shape = cut_block(block.rows, self.policy.gpu_batch_size, self.policy.group_rows)
+        return self.walk(block, range(gen_len), chooser)
+
+    @torch.inference_mode()
+    def walk(self, block: PromptBlock, tokens: Sequence[int], chooser: TokenChooser) -> BlockTimes:
+        """Walks the given steps of the schedule; on a device without memory a few stand for all."""
+        policy = self.policy
+        shape = cut_block(block.rows, policy.gpu_batch_size, policy.group_rows)
         work = _BlockWork(self, block, shape)
         step_s = []
         started = time.perf_counter()
-        for operation in zigzag(gen_len, self.config.num_hidden_layers, shape):
+        for operation in zigzag(
+            tokens, self.config.num_hidden_layers, shape, policy.look_ahead, policy.groups_in_flight
+        ):
             match operation:
+                case FetchWeights(page):
+                    self.weights.fetch(page)
+                case LoadCache(layer, unit):
+                    self.kv.load(layer, unit)
+                case LoadHidden(group):
+                    self.hidden.load(group.index)
                 case Embed(token, group):
                     work.embed(token, group)
-                case Project(_, layer, group):
-                    work.project(layer, group)
+                case Project(token, layer, group):
+                    work.project(token, layer, group)
                 case Attend(token, layer, unit):
                     work.attend(token, layer, unit)
                 case Finish(token, layer, group):
                     work.finish(token, layer, group)
+                case StoreHidden(group):
+                    self.hidden.store(group.index)
+                case StoreCache(token, layer, unit):
+                    work.store_cache(token, layer, unit)
+                case ReleaseWeights(page):
+                    self.weights.release(page)
                 case Choose(token, group):
                     work.choose(token, group, chooser)
                 case EndStep():
@@ -139,6 +168,7 @@ class Engine:
                     if chooser.finished():
                         break
                     started = time.perf_counter()
+        self.transfer.drain()
         return BlockTimes(step_s[0], step_s[1:])
 
 
@@ -157,6 +187,16 @@ def unit_shapes(config: ModelConfig, rule: EvictionRule, policy: Policy, rows: i
     ]
 
 
+@dataclass
+class _InFlight:
+    """A group between its projections and the end of its layer."""
+
+    first_row: int
+    qkv: tuple[Tensor, ...]  # queries, keys and values, [rows, heads, n, head_dim] each
+    attended: list[Tensor] = field(default_factory=list)  # of its units so far
+    arriving: list[Ticket] = field(default_factory=list)  # attention that is computed elsewhere
+
+
 class _BlockWork:
     """What one block has in flight between the operations of the schedule."""
 
@@ -164,21 +204,20 @@ class _BlockWork:
         self.config = engine.config
         self.weights = engine.weights
         self.kv = engine.kv
+        self.hidden = engine.hidden
         self.width = block.width
         self.unit_rows = shape.unit_rows
         self.ids = block.ids.to(engine.device)  # [rows, n], the tokens that the next Embed takes
         self.next_ids = torch.empty(block.rows, 1, dtype=torch.int64, device=engine.device)
         self.first_columns = block.first_columns.to(engine.device)
-        self.hidden: dict[int, Tensor] = {}  # group -> [rows, n, hidden_size]
-        self.group_start = 0
-        self.qkv: tuple[Tensor, Tensor, Tensor]  # of the group being computed: [rows, heads, n, head_dim] each
-        self.attended: list[Tensor] = []  # of its units so far
-        for layer in self.kv:
-            for unit, rows in zip(layer, shape.unit_rows, strict=False):
-                unit.reset(block.first_columns[rows])
+        self.paddings = [Padding(block.first_columns[rows]) for rows in shape.unit_rows]
+        self.decode_hidden: dict[int, Tensor] = {}  # group -> [rows, 1, hidden_size]
+        self.groups: dict[int, _InFlight] = {}
+        self.current: _InFlight
+        self.kv.begin(self.paddings)
 
     def column(self, token: int) -> int:
-        """The column of the last token that step `token` takes in."""
+        """The column of the last token that a step takes in."""
         return self.width - 1 + token
 
     def embed(self, token: int, group: Group) -> None:
@@ -186,38 +225,66 @@ class _BlockWork:
         last = self.column(token)
         columns = torch.arange(last + 1 - ids.shape[1], last + 1, device=ids.device)
         positions = (columns - self.first_columns[group.rows, None]).clamp(min=0)
-        self.hidden[group.index] = layers.embed(ids, positions, self.weights.outer, self.config)
+        self._put(token, group, layers.embed(ids, positions, self.weights.page(OUTER), self.config))
 
-    def project(self, layer: int, group: Group) -> None:
-        self.group_start = group.rows.start
-        self.qkv = layers.project_qkv(self.hidden[group.index], self.weights.layers[layer], self.config)
+    def project(self, token: int, layer: int, group: Group) -> None:
+        hidden = self._get(token, group)
+        self.current = _InFlight(group.rows.start, layers.project_qkv(hidden, self.weights.page(layer), self.config))
+        self.groups[group.index] = self.current
 
     def attend(self, token: int, layer: int, unit: int) -> None:
-        rows = self.unit_rows[unit]
-        in_group = slice(rows.start - self.group_start, rows.stop - self.group_start)
-        query, key, value = (tensor[in_group] for tensor in self.qkv)
-        buffer = self.kv[layer][unit]
+        query, key, value = self._unit_qkv(unit)
         if token == 0:
-            attended, sums = prefill_attention(query, key, value, self.first_columns[rows], buffer.rule.accumulates)
+            buffer = self.kv.empty(layer, unit)
+            attended, sums = prefill_attention(query, key, value, self.paddings[unit], buffer.rule.accumulates)
             buffer.fill(key, value, sums)
+        elif self.kv.attends_at_home(layer, unit):
+            attended, arriving = self.kv.attend_at_home(layer, unit, query, key, value)
+            self.current.arriving.append(arriving)
         else:
+            buffer = self.kv.buffer(layer, unit)
             buffer.append(key, value, self.column(token))
             attended = decode_attention(query, buffer)
-        self.attended.append(attended)
+        self.current.attended.append(attended)
+
+    def store_cache(self, token: int, layer: int, unit: int) -> None:
+        if token == 0:
+            self.kv.store_filled(layer, unit)
+        elif not self.kv.attends_at_home(layer, unit):
+            _, key, value = self._unit_qkv(unit)
+            self.kv.store_step(layer, unit, key, value)
 
     def finish(self, token: int, layer: int, group: Group) -> None:
-        attended = self.attended[0] if len(self.attended) == 1 else torch.cat(self.attended)
-        self.attended = []
-        hidden = self.hidden[group.index]
+        state = self.groups.pop(group.index)
+        for ticket in state.arriving:
+            ticket.wait()
+        attended = state.attended[0] if len(state.attended) == 1 else torch.cat(state.attended)
+        # Queries, keys and values have done their work; the MLP needs the memory.
+        state.qkv, state.attended = (), []
+        hidden = self._get(token, group)
         if token == 0 and layer == self.config.num_hidden_layers - 1:
             # Nothing reads the last layer's output but the choice of the next token.
             hidden, attended = hidden[:, -1:], attended[:, :, -1:]
-        self.hidden[group.index] = layers.finish_layer(hidden, attended, self.weights.layers[layer], self.config)
+        self._put(token, group, layers.finish_layer(hidden, attended, self.weights.page(layer), self.config))
 
     def choose(self, token: int, group: Group, chooser: TokenChooser) -> None:
-        hidden = self.hidden.pop(group.index)[:, -1]
-        logits = layers.next_token_logits(hidden, self.weights.outer, self.config)
+        hidden = self._get(token, group)[:, -1]
+        logits = layers.next_token_logits(hidden, self.weights.page(OUTER), self.config)
         self.next_ids[group.rows, 0] = chooser.choose(token, group.rows, logits)
 
     def end_step(self) -> None:
         self.ids = self.next_ids
+
+    def _unit_qkv(self, unit: int) -> tuple[Tensor, ...]:
+        rows = self.unit_rows[unit]
+        first = self.current.first_row
+        return tuple(tensor[rows.start - first : rows.stop - first] for tensor in self.current.qkv)
+
+    def _put(self, token: int, group: Group, hidden: Tensor) -> None:
+        if token == 0:
+            self.hidden.put(group.index, hidden)
+        else:
+            self.decode_hidden[group.index] = hidden
+
+    def _get(self, token: int, group: Group) -> Tensor:
+        return self.hidden.get(group.index) if token == 0 else self.decode_hidden[group.index]

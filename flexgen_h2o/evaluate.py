@@ -15,7 +15,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m flexgen_h2o.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("task", choices=["compare"], help="compare: perplexity and recall of several policies")
     parser.add_argument("--model", help="folder with the demo model's tokenizer (default: the demo model)")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32)")
+    parser.add_argument("--device", help="auto, cuda or cpu (default: auto)")
+    parser.add_argument("--dtype", help="auto (float32), float32, bfloat16 or float16 (default: auto)")
     parser.add_argument("--eviction", help="policies, separated by commas (default: full,h2o,sink,local)")
     parser.add_argument("--budget", help="kept entries as shares of the prompt (default: 0.2)")
     parser.add_argument("--documents", help="windows of held-out text (default: 32)")
@@ -29,10 +30,11 @@ def main(argv: list[str]) -> int:
     """Runs the command. Raises UsageError with every mistake found."""
     args = build_parser().parse_args(argv)
     flags = Flags(args)
-    dtype = flags.choice("--dtype", ("float32", "bfloat16", "float16"), "float32")
+    device = flags.choice("--device", ("auto", "cuda", "cpu"), "auto")
+    dtype = flags.choice("--dtype", ("auto", "float32", "bfloat16", "float16"), "auto").replace("auto", "float32")
     documents = flags.whole("--documents", 2) or 32
     recall_documents = flags.whole("--recall-documents", 1) or 48
-    evictions = (args.eviction or "full,h2o,sink,local").split(",")
+    evictions = ("full,h2o,sink,local" if args.eviction is None else args.eviction).split(",")
     budgets = _budgets(flags)
     if flags.problems:
         raise UsageError(flags.problems)
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.records import append_record
 
-    llm = LLM(args.model, dtype=dtype)
+    llm = LLM(args.model, device=device, dtype=dtype, gpu_batch_size=max(documents, recall_documents))
     heldout = demo_heldout_set(llm, documents, recall_documents)
     with tqdm(unit="row", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         rows = compare(llm, evictions, budgets, heldout, bar.update)

@@ -98,5 +98,5 @@ def _norm(x: Tensor, weights: TensorMap, name: str, config: ModelConfig) -> Tens
 
 def _activate(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
-        return torch.relu(x)
+        return torch.relu_(x)  # in place: this is the widest tensor of a layer
     return F.gelu(x, approximate="tanh" if activation == "gelu_new" else "none")

@@ -3,53 +3,40 @@
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from flexgen_h2o.checkpoints import locate_model
-from flexgen_h2o.engine import Engine, pad_prompts, unit_shapes
+from flexgen_h2o.checkpoints import Checkpoint, locate_model, open_checkpoint
+from flexgen_h2o.disk import WeightFolder, cache_key
+from flexgen_h2o.engine import Engine, PromptBlock, pad_prompts, unit_shapes
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.generation import GenerationOutput, NoChoice, Request, Sampler
 from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
+from flexgen_h2o.platforms import (
+    DEFAULT_OFFLOAD_DIR,
+    DEFAULT_WEIGHT_CACHE,
+    DTYPES,
+    Platform,
+    choose_device,
+    default_dtype,
+    setting_problems,
+    tier_budgets,
+)
 from flexgen_h2o.policy import EvictionSpec, Policy
-from flexgen_h2o.sampling import SamplingParams, choose_tokens
-from flexgen_h2o.tiers import GB, MemoryPlan, gb, plan_memory, usable_memory
+from flexgen_h2o.preflight import check_fit
+from flexgen_h2o.runtime import RunSizes, Runtime
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.tiers import Ledger
 from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
-from flexgen_h2o.weights import Weights, dummy_weights, load_weights, open_checkpoint, weight_bytes
+from flexgen_h2o.weights import TensorSource, checkpoint_source, dummy_source
 
 Prompt = str | Sequence[int]
-FinishReason = Literal["stop", "length"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt, ready to run. `index` is its place in the whole input, on which its random numbers depend."""
-
-    index: int
-    prompt_ids: Sequence[int]
-
-
-@dataclass(frozen=True)
-class GenerationOutput:
-    """What was generated for one prompt.
-
-    Attributes:
-        index: the prompt's place in the input.
-        prompt_token_ids: the prompt as the model saw it.
-        token_ids: generated ids, eos included; what follows a stop string is left out.
-        text: without special tokens and from a stop string on cut off; None where there is no tokenizer.
-        finish_reason: "stop" at eos, a stop id or a stop string; "length" at the end of max_new_tokens.
-    """
-
-    index: int
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str | None
-    finish_reason: FinishReason
+WEIGHT_LAYOUT = 1  # number of the layout of cached weight files
 
 
 @dataclass
@@ -76,12 +63,15 @@ class LLM:
         eviction: "h2o", "full", "local" or "sink".
         hh_ratio, recent_ratio: heavy and recent entries as shares of prompt + generated tokens (h2o: 0.1 each).
         hh_size, recent_size, sink_size: the same in entries.
-        gpu_batch_size, num_gpu_batches, decode_batch_size: how a block is cut; see `Policy`.
         prompt_len: the longest prompt to expect; None takes the longest that is given.
+        device: "auto" (a GPU if there is one), "cuda", "cpu", or "meta" for a dry run.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        memory_gb: memory budget in GB (2**30 bytes); None for all that is usable.
+        gpu_mem, cpu_mem, disk_mem: budgets in GB (2**30 bytes); None for all that is usable. Without a GPU the first
+            two are one budget, their sum.
+        offload_dir: where files of the run go, if KV or hidden states live on disk.
         dummy_weights: random weights, for measuring speed without a checkpoint.
         seed: of the dummy weights and of random prompts.
+        policy: fields of `Policy`: how a block is cut (gpu_batch_size, ...) and where things live (percent, ...).
     Raises UsageError with every mistake found.
     """
 
@@ -96,26 +86,23 @@ class LLM:
         hh_size: int | None = None,
         recent_size: int | None = None,
         sink_size: int | None = None,
-        gpu_batch_size: int | None = None,
-        num_gpu_batches: int = 1,
-        decode_batch_size: int | None = None,
         prompt_len: int | None = None,
+        device: str = "auto",
         dtype: str = "auto",
-        memory_gb: float | None = None,
+        gpu_mem: float | None = None,
+        cpu_mem: float | None = None,
+        disk_mem: float | None = None,
+        offload_dir: str | Path = DEFAULT_OFFLOAD_DIR,
         dummy_weights: bool = False,
         seed: int = 0,
+        **policy: Any,
     ):
         self.eviction = EvictionSpec(eviction, hh_ratio, recent_ratio, hh_size, recent_size, sink_size)
-        self.policy = Policy(
-            Policy.gpu_batch_size if gpu_batch_size is None else gpu_batch_size,
-            num_gpu_batches,
-            decode_batch_size,
-        )
+        self.policy = Policy(**policy)
         problems = self.eviction.problems() + self.policy.problems()
-        if dtype not in ("auto", *DTYPES):
-            problems.append(f"--dtype {dtype!r} is unknown; known ones: auto, {', '.join(DTYPES)}")
+        problems += setting_problems(device, dtype, {"gpu": gpu_mem, "cpu": cpu_mem, "disk": disk_mem})
         try:
-            source = locate_model(model, path, dummy_weights)
+            source = locate_model(model, path, dummy_weights or device == "meta")
         except UsageError as error:
             problems += error.problems
         if problems:
@@ -125,16 +112,20 @@ class LLM:
         self.uses_dummy_weights = dummy_weights
         self.seed = seed
         self.prompt_len = prompt_len
-        self.budget = usable_memory() if memory_gb is None else int(memory_gb * GB)
-        self.device = torch.device("cpu")
-        self.dtype = _default_dtype() if dtype == "auto" else DTYPES[dtype]
+        self.device = choose_device(device)
+        self.dtype = default_dtype(self.device) if dtype == "auto" else DTYPES[dtype]
+        self.platform = Platform(
+            self.device,
+            tier_budgets(self.device, gpu_mem, cpu_mem, disk_mem),
+            joint=self.device.type == "cpu",
+            offload_dir=Path(offload_dir).expanduser(),
+        )
         self.tokenizer: Tokenizer | None = None if source.folder is None else load_tokenizer(source.folder, self.config)
-        self.weights: Weights | None = None
+        self.runtime: Runtime | None = None
         self.unused_keys: tuple[str, ...] = ()
         self.load_s = 0.0
         self.totals = RunTotals()
         self._engine: Engine | None = None
-        self._engine_key: tuple[EvictionRule, int] | None = None
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[GenerationOutput]:
         """Generates for every prompt, in order. A prompt is text or a sequence of token ids.
@@ -160,11 +151,15 @@ class LLM:
         return list(self.stream(requests, params, prompt_len, len(requests)))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises ValueError if it is text and there is no tokenizer."""
+        """Token ids of a prompt. Raises ValueError if it is neither text nor ids, or there is no tokenizer for it."""
         if not isinstance(prompt, str):
-            return list(prompt)
+            return _as_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer, so a text prompt cannot be read; give prompt_ids")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt has half a surrogate pair at character {error.start}; no text has that") from None
         return self.tokenizer.encode(prompt)
 
     def check_prompt(self, ids: Sequence[int], gen_len: int) -> None:
@@ -187,13 +182,19 @@ class LLM:
         """The eviction rule with its sizes, for prompts of up to `prompt_len` tokens."""
         return RULES[self.eviction.name](*self.eviction.sizes(prompt_len + gen_len))
 
-    def check_plan(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> MemoryPlan:
+    def check_plan(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> None:
         """Checks sizes and memory before anything is loaded. Raises UsageError with every mistake found.
 
         Args:
             prompt_len: the longest prompt, in tokens.
             num_prompts: how many prompts there are, if known: a block is never larger.
         """
+        self.check_lengths(params, prompt_len)
+        sizes = self._run_sizes(params, prompt_len, num_prompts)
+        check_fit(self.config, self.dtype, self.policy, self.platform, sizes)
+
+    def check_lengths(self, params: SamplingParams, prompt_len: int = 1) -> None:
+        """Checks what does not depend on the prompts but their length. Raises UsageError with every mistake found."""
         problems = params.problems()
         context = self.config.max_position_embeddings
         if prompt_len < 1:
@@ -205,25 +206,68 @@ class LLM:
             )
         if params.stop and self.tokenizer is None:
             problems.append("--stop needs a tokenizer, and the model has none; use --stop-token-ids")
+        wrong = [token for token in params.stop_token_ids if not 0 <= token < self.config.vocab_size]
+        if wrong:
+            problems.append(
+                f"--stop-token-ids {' '.join(map(str, wrong))} is outside {self.config.name}'s vocabulary of"
+                f" {self.config.vocab_size}; no text would ever stop there"
+            )
         if problems:
             raise UsageError(problems)
-        plan = self._memory_plan(params, prompt_len, self._block_rows(num_prompts))
-        if plan.total > self.budget:
-            raise UsageError(self._does_not_fit(plan, params, prompt_len, num_prompts))
-        return plan
 
-    def load(self, progress: Callable[[int], None] = lambda placed: None) -> Weights:
-        """Loads the weights, or returns them if they are. `progress` is told how many bytes have just been placed."""
-        if self.weights is None:
+    def load(self, progress: Callable[[int], None] = lambda placed: None) -> Runtime:
+        """Loads the weights, if they are not. `progress` is told how many bytes have just been placed."""
+        if self.runtime is None:
             started = time.perf_counter()
-            if self.uses_dummy_weights or self.folder is None:
-                self.weights = dummy_weights(self.config, self.dtype, self.device, self.seed, progress)
-            else:
+            checkpoint = None
+            if not self.uses_dummy_weights and self.folder is not None and self.device.type != "meta":
                 checkpoint = open_checkpoint(self.folder, self.config)
                 self.unused_keys = checkpoint.unused
-                self.weights = load_weights(checkpoint, self.config, self.dtype, self.device, progress)
+            runtime = Runtime(self.config, self.dtype, self.policy, self.platform, self._weight_folder(checkpoint))
+            try:
+                runtime.load(self._weight_source(checkpoint), progress)
+            except BaseException:
+                runtime.close()
+                raise
+            self.runtime = runtime
             self.load_s = time.perf_counter() - started
-        return self.weights
+        return self.runtime
+
+    def close(self) -> None:
+        """Gives back memory, threads and files. What is generated next loads the weights again."""
+        if self.runtime is not None:
+            self.runtime.close()
+        self.runtime = self._engine = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _weight_source(self, checkpoint: Checkpoint | None) -> TensorSource:
+        if checkpoint is not None:
+            return checkpoint_source(checkpoint)
+        return dummy_source(self.config, self.seed, self.dtype, self.device)
+
+    def _weight_folder(self, checkpoint: Checkpoint | None) -> WeightFolder | None:
+        """Where this model's weights are kept on disk, named by everything that they depend on."""
+        if self.policy.percent.weights[2] <= 0 or self.device.type == "meta":
+            return None
+        origin = f"dummy {self.config} {self.seed}" if checkpoint is None else checkpoint.identity()
+        return WeightFolder(Path(DEFAULT_WEIGHT_CACHE).expanduser() / cache_key(origin, self.dtype, WEIGHT_LAYOUT))
+
+    def dry_run(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> None:
+        """Walks prefill, the first two decode steps and the last, for one block on a device without memory."""
+        self.check_plan(params, prompt_len, num_prompts)
+        self.totals = RunTotals()
+        rows = self._block_rows(num_prompts)
+        self._engine = engine = self.load().engine(self._run_sizes(params, prompt_len, num_prompts))
+        ids = torch.zeros(rows, prompt_len, dtype=torch.int64)
+        steps = sorted(
+            {0, min(1, params.max_new_tokens - 1), min(2, params.max_new_tokens - 1), params.max_new_tokens - 1}
+        )
+        engine.walk(PromptBlock(ids, torch.zeros(rows, dtype=torch.int64)), steps, NoChoice())
 
     def stream(
         self,
@@ -242,24 +286,34 @@ class LLM:
         """
         self.check_plan(params, prompt_len, num_prompts)
         self.totals = RunTotals()
-        engine = self._prepare_engine(self.rule(prompt_len, params.max_new_tokens), self._block_rows(num_prompts))
+        self._engine = engine = self.load().engine(self._run_sizes(params, prompt_len, num_prompts))
         source = iter(requests)
         while block := list(itertools.islice(source, self.policy.block_rows)):
             yield from self._run_block(engine, block, params, on_tokens)
 
-    def random_requests(self, prompt_len: int, num_prompts: int) -> list[Request]:
+    def random_requests(self, prompt_len: int, num_prompts: int) -> Iterator[Request]:
         """Prompts of random token ids, special tokens left out: for measuring speed."""
         numbers = random.Random(self.seed)
         first = min(4, self.config.vocab_size - 1)
-        return [
-            Request(index, [numbers.randrange(first, self.config.vocab_size) for _ in range(prompt_len)])
-            for index in range(num_prompts)
-        ]
+        for index in range(num_prompts):
+            yield Request(index, [numbers.randrange(first, self.config.vocab_size) for _ in range(prompt_len)])
+
+    def ledger(self) -> Ledger | None:
+        """What the run holds and has held on each tier; None before weights are loaded."""
+        return None if self.runtime is None else self.runtime.ledger
+
+    def achieved_percent(self) -> list[float]:
+        """The six percentages as they have come out, in whole tensors and units; empty before weights are loaded."""
+        return [] if self.runtime is None else self.runtime.achieved_percent()
+
+    def moved_bytes(self, link: str) -> int:
+        """Bytes that have moved in a direction so far: h2d, d2h, disk_read or disk_write."""
+        return 0 if self.runtime is None else self.runtime.transfer.moved[link]
 
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of keys and values that the KV cache of the last run holds; 0 before one."""
-        return 0 if self._engine is None else self._engine.kv_cache_bytes
+        return 0 if self._engine is None else self._engine.kv.kv_bytes
 
     def full_kv_cache_bytes(self, prompt_len: int, gen_len: int, num_prompts: int | None = None) -> int:
         """Bytes of keys and values that the full cache would hold for the same block."""
@@ -270,9 +324,9 @@ class LLM:
     def _run_block(
         self, engine: Engine, block: list[Request], params: SamplingParams, on_tokens: Callable[[int], None]
     ) -> Iterator[GenerationOutput]:
-        sampler = _Sampler(block, params, self.config.eos_token_ids, self.config.filler_token_id, self.tokenizer)
-        sampler.on_tokens = on_tokens
-        prompts = pad_prompts([request.prompt_ids for request in block], self.config.filler_token_id)
+        filler = self.config.filler_token_id
+        sampler = Sampler(block, params, self.config.eos_token_ids, filler, self.tokenizer, on_tokens)
+        prompts = pad_prompts([request.prompt_ids for request in block], filler)
         times = engine.run(prompts, params.max_new_tokens, sampler)
         self.totals.prefill_s += times.prefill_s
         self.totals.decode_s += times.decode_s
@@ -282,7 +336,7 @@ class LLM:
             output = sampler.output(row, request)
             # The last token is never fed back, so it never enters the cache.
             entered = len(request.prompt_ids) + len(output.token_ids) - 1
-            self.totals.evictions += heads * max(0, entered - engine.rule.slots)
+            self.totals.evictions += heads * max(0, entered - engine.kv.rule.slots)
             self.totals.num_prompts += 1
             self.totals.prompt_tokens += len(request.prompt_ids)
             self.totals.generated_tokens += len(output.token_ids)
@@ -292,96 +346,19 @@ class LLM:
         rows = self.policy.block_rows
         return rows if num_prompts is None else max(1, min(rows, num_prompts))
 
-    def _prepare_engine(self, rule: EvictionRule, rows: int) -> Engine:
-        """The engine of the last call if it has these sizes, else a new one in its place."""
-        weights = self.load()
-        if self._engine is None or self._engine_key != (rule, rows):
-            self._engine = None  # its buffers go before the new ones come
-            self._engine = Engine(self.config, weights, rule, self.policy, rows)
-            self._engine_key = (rule, rows)
-        return self._engine
-
-    def _memory_plan(self, params: SamplingParams, prompt_len: int, rows: int) -> MemoryPlan:
+    def _run_sizes(self, params: SamplingParams, prompt_len: int, num_prompts: int | None) -> RunSizes:
         rule = self.rule(prompt_len, params.max_new_tokens)
-        units = unit_shapes(self.config, rule, self.policy, rows)
-        itemsize = self.dtype.itemsize
-        weights = weight_bytes(self.config, itemsize)
-        return plan_memory(self.config, itemsize, weights, units, prompt_len, min(rows, self.policy.group_rows))
-
-    def _does_not_fit(self, plan: MemoryPlan, params: SamplingParams, prompt_len: int, num_prompts: int | None) -> str:
-        """A sentence with both numbers and the way out."""
-        needs = f"{self.config.name} needs {plan}, but {gb(self.budget)} can be used; "
-        rows = self._block_rows(num_prompts)
-        fitting = (
-            smaller
-            for smaller in range(rows - 1, 0, -1)
-            if self._memory_plan(params, prompt_len, smaller).total <= self.budget
-        )
-        largest = next(fitting, None)
-        if largest is None:
-            return needs + "take a smaller model, a shorter --prompt-len and --gen-len, or a machine with more memory"
-        return needs + f"a block of {largest} rows (--gpu-batch-size {largest} --num-gpu-batches 1) would fit"
+        return RunSizes(rule, self._block_rows(num_prompts), prompt_len)
 
 
-class _Sampler:
-    """Chooses the tokens of one block and keeps what was chosen."""
-
-    def __init__(
-        self,
-        block: Sequence[Request],
-        params: SamplingParams,
-        eos_token_ids: Iterable[int],
-        filler: int,
-        tokenizer: Tokenizer | None,
-    ):
-        self._params = params
-        self._indices = torch.tensor([request.index for request in block])
-        self._stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self._filler = filler
-        self._tokenizer = tokenizer
-        # A token that shows has at least one byte, so a stop string lies within this many of them.
-        self._tail = max((len(text.encode()) for text in params.stop), default=0)
-        self._tokens: list[list[int]] = [[] for _ in block]
-        self._stopped = [False] * len(block)
-        self.on_tokens: Callable[[int], None] = lambda tokens: None
-
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-        chosen = choose_tokens(logits, self._params, self._indices[rows], step).tolist()
-        added = 0
-        for offset, row in enumerate(range(rows.start, rows.stop)):
-            if self._stopped[row]:
-                chosen[offset] = self._filler
-                continue
-            self._tokens[row].append(chosen[offset])
-            self._stopped[row] = self._ends_row(row)
-            added += 1
-        self.on_tokens(added)
-        return torch.tensor(chosen, device=logits.device)
-
-    def finished(self) -> bool:
-        return all(self._stopped)
-
-    def _ends_row(self, row: int) -> bool:
-        tokens = self._tokens[row]
-        if tokens[-1] in self._stop_ids:
-            return True
-        if not self._params.stop or self._tokenizer is None:
-            return False
-        tail = self._tokenizer.decode_tail(tokens, self._tail)
-        return any(text in tail for text in self._params.stop)
-
-    def output(self, row: int, request: Request) -> GenerationOutput:
-        tokens = self._tokens[row]
-        text = None if self._tokenizer is None else self._tokenizer.decode(tokens)
-        if text is not None:
-            starts = [text.find(stop) for stop in self._params.stop if stop in text]
-            text = text[: min(starts, default=len(text))]
-        reason: FinishReason = "stop" if self._stopped[row] else "length"
-        return GenerationOutput(request.index, list(request.prompt_ids), tokens, text, reason)
-
-
-def _default_dtype() -> torch.dtype:
-    """bfloat16 where the processor multiplies it, else float32."""
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    has_bfloat16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+def _as_ids(prompt: object) -> list[int]:
+    """A sequence of token ids as a list. Raises ValueError if it is something else."""
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+        raise ValueError(f"prompt is {type(prompt).__name__}; it must be text or a sequence of token ids")
+    ids = list(prompt)
+    wrong = [token for token in ids if not isinstance(token, Integral) or isinstance(token, bool)]
+    if wrong:
+        raise ValueError(f"prompt holds {wrong[0]!r} where a token id is expected")
+    return [int(token) for token in ids]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.placement import Percent
 
 EVICTIONS = ("h2o", "full", "local", "sink")
 DEFAULT_RATIO = "0.1"
@@ -14,17 +15,26 @@ DEFAULT_GPU_BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class Policy:
-    """How a block is cut. FlexGen section 4.1 calls gpu_batch_size x num_gpu_batches the block size.
+    """How a block is cut and where things live. FlexGen section 4 has the same choices.
 
     Attributes:
         gpu_batch_size: rows of a prefill sub-batch, the unit in which KV lives.
         num_gpu_batches: sub-batches of a block.
-        decode_batch_size: rows computed together in decode; None for the whole block.
+        decode_batch_size: rows computed together in decode; None for the whole block, or for half of it where
+            attention runs beside the projections.
+        percent: homes of weights, cache and hidden states.
+        overlap: load what is needed next while computing.
+        cpu_cache_compute: decode attention of KV in host memory runs on the CPU, beside a GPU.
+        pin_weight: keep weights in host memory pinned, beside a GPU.
     """
 
     gpu_batch_size: int = DEFAULT_GPU_BATCH_SIZE
     num_gpu_batches: int = 1
     decode_batch_size: int | None = None
+    percent: Percent = Percent()
+    overlap: bool = True
+    cpu_cache_compute: bool = False
+    pin_weight: bool = True
 
     @property
     def block_rows(self) -> int:
@@ -32,7 +42,21 @@ class Policy:
 
     @property
     def group_rows(self) -> int:
-        return self.decode_batch_size or self.block_rows
+        if self.decode_batch_size is not None:
+            return self.decode_batch_size
+        if self.groups_in_flight == 1:
+            return self.block_rows
+        return self.gpu_batch_size * max(1, self.num_gpu_batches // self.groups_in_flight)
+
+    @property
+    def look_ahead(self) -> int:
+        """Pages of weights and units of KV that are on their way ahead of the one in use."""
+        return 1 if self.overlap else 0
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Two groups keep both the CPU (attention) and the GPU (projections) at work."""
+        return 2 if self.overlap and self.cpu_cache_compute else 1
 
     def problems(self) -> list[str]:
         """Every mistake, a sentence each; empty if there is none."""
@@ -45,7 +69,8 @@ class Policy:
             )
             if value is not None and value < 1
         ]
-        if found or self.decode_batch_size is None:
+        found += self.percent.problems()
+        if self.decode_batch_size is None or self.gpu_batch_size < 1 or self.decode_batch_size < 1:
             return found
         if self.decode_batch_size % self.gpu_batch_size:
             found.append(

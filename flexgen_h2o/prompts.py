@@ -1,6 +1,8 @@
 """Prompts in, results out: JSON lines and plain text, one prompt at a time and in order."""
 
+import codecs
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -32,10 +34,12 @@ def read_prompts(file: Iterable[bytes], is_json: bool) -> Iterator[PromptLine]:
     """Yields a PromptLine for every line that is not blank."""
     index = 0
     for number, raw in enumerate(file, start=1):
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
         if not raw.strip():
             continue
         try:
-            text = raw.decode("utf-8").removeprefix("\ufeff" if number == 1 else "").rstrip("\r\n")
+            text = raw.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             yield PromptLine(number, index, error=f"line is not UTF-8: byte {error.start} is {raw[error.start]:#04x}")
         else:
@@ -45,17 +49,27 @@ def read_prompts(file: Iterable[bytes], is_json: bool) -> Iterator[PromptLine]:
 
 def _parse(text: str, number: int, index: int) -> PromptLine:
     try:
-        values = json.loads(text)
+        values = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as reason:
         return PromptLine(number, index, error=f"line is not JSON: {reason}")
     if not isinstance(values, dict):
         return PromptLine(number, index, error=f"line is {type(values).__name__}, not an object with a prompt")
     identity = values.get("id", index)
-    if isinstance(identity, dict | list):
-        return PromptLine(number, index, error="id must be a string or a number")
+    if not _is_identity(identity):
+        return PromptLine(number, index, error=f"id must be a string or a finite number, not {str(identity)[:40]}")
     unknown = tuple(key for key in values if key not in KNOWN_KEYS)
     prompt, error = _prompt_of(values)
     return PromptLine(number, identity, prompt, error, unknown)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _is_identity(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, str | int) and not isinstance(value, bool))
 
 
 def _prompt_of(values: dict[str, Any]) -> tuple[str | list[int] | None, str | None]:

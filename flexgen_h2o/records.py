@@ -8,25 +8,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.machine import peak_resident_bytes
+from flexgen_h2o.placement import TIERS
 from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.tiers import peak_resident_bytes
+from flexgen_h2o.tiers import gb
 
 
 def run_report(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int | None) -> dict[str, Any]:
-    """The JSON object of `run --json`: everything in it was measured, or is null."""
+    """The JSON object of `run --json`: everything in it was measured or counted, or is null."""
     totals = llm.totals
+    measured = llm.device.type != "meta"
     total_s = totals.prefill_s + totals.decode_s
     rule = llm.rule(prompt_len, params.max_new_tokens)
     # The first token of each prompt comes from prefill.
     decoded = totals.generated_tokens - totals.num_prompts
     return {
         "model": llm.config.name,
-        "policy": {
-            "gpu_batch_size": llm.policy.gpu_batch_size,
-            "num_gpu_batches": llm.policy.num_gpu_batches,
-            "decode_batch_size": llm.policy.group_rows,
-        },
+        "policy": _policy(llm),
         "eviction": {
             "name": rule.name,
             "heavy_slots": rule.heavy,
@@ -34,52 +36,111 @@ def run_report(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: i
             "evictions": totals.evictions,
         },
         "dtype": str(llm.dtype).removeprefix("torch."),
+        "device": llm.device.type,
         "dummy_weights": llm.uses_dummy_weights,
         "num_prompts": totals.num_prompts,
         "prompt_tokens": totals.prompt_tokens,
         "generated_tokens": totals.generated_tokens,
-        "load_s": llm.load_s,
-        "prefill_s": totals.prefill_s,
-        "decode_s": totals.decode_s,
-        "total_s": total_s,
+        "load_s": llm.load_s if measured else None,
+        "prefill_s": totals.prefill_s if measured else None,
+        "decode_s": totals.decode_s if measured else None,
+        "total_s": total_s if measured else None,
         "throughput_tok_s": _rate(totals.generated_tokens, total_s),
         "decode_tok_s": _rate(decoded, totals.decode_s),
-        "memory": {
-            "gpu_peak_bytes": 0,
-            "cpu_peak_bytes": peak_resident_bytes(),
-            "disk_peak_bytes": 0,
-            "weights_bytes": 0 if llm.weights is None else llm.weights.nbytes,
-            "kv_cache_bytes": llm.kv_cache_bytes,
-            "full_kv_cache_bytes": llm.full_kv_cache_bytes(prompt_len, params.max_new_tokens, num_prompts),
-        },
-        "io": {"disk_read_bytes": 0, "disk_write_bytes": 0, "h2d_bytes": 0, "d2h_bytes": 0},
-        "achieved_percent": [100, 0, 100, 0, 100, 0],
+        "memory": _memory(llm, params, prompt_len, num_prompts),
+        "io": {f"{link}_bytes": llm.moved_bytes(link) for link in ("disk_read", "disk_write", "h2d", "d2h")},
+        "achieved_percent": llm.achieved_percent(),
         "phases": {
-            "prefill": _phase(totals.prefill_s),
-            "decode": _phase(totals.decode_s),
+            "prefill": _phase(totals.prefill_s if measured else None),
+            "decode": _phase(totals.decode_s if measured else None),
         },
         "predicted": None,
-        "measured": True,
+        "measured": measured,
     }
 
 
-def _phase(seconds: float) -> dict[str, Any]:
+def _policy(llm: LLM) -> dict[str, Any]:
     return {
-        "seconds": seconds,
-        "limit_s": None,
-        "busy_s": {"compute": seconds, "disk_read": 0.0, "disk_write": 0.0, "h2d": 0.0, "d2h": 0.0},
+        "gpu_batch_size": llm.policy.gpu_batch_size,
+        "num_gpu_batches": llm.policy.num_gpu_batches,
+        "decode_batch_size": llm.policy.group_rows,
+        "percent": list(llm.policy.percent.values),
+        "overlap": llm.policy.overlap,
+        "cpu_cache_compute": llm.policy.cpu_cache_compute,
+        "pin_weight": llm.policy.pin_weight,
     }
+
+
+def _memory(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int | None) -> dict[str, Any]:
+    """Peaks as the system measured them, and as the ledger counted them. In a dry run only the ledger speaks."""
+    ledger = llm.ledger()
+    peaks = {tier: 0 if ledger is None else ledger.peak(tier) for tier in TIERS}
+    measured = {**peaks}
+    if llm.device.type != "meta":
+        measured["cpu"] = peak_resident_bytes()
+    if llm.device.type == "cuda":
+        measured["gpu"] = torch.cuda.max_memory_reserved(llm.device)
+    return {
+        **{f"{tier}_peak_bytes": measured[tier] for tier in TIERS},
+        "weights_bytes": 0 if llm.runtime is None else llm.runtime.weights.nbytes,
+        "kv_cache_bytes": llm.kv_cache_bytes,
+        "full_kv_cache_bytes": llm.full_kv_cache_bytes(prompt_len, params.max_new_tokens, num_prompts),
+        "ledger_peak_bytes": peaks,
+        "ledger": {tier: {} if ledger is None else ledger.accounts[tier].largest for tier in TIERS},
+    }
+
+
+def _phase(seconds: float | None) -> dict[str, Any]:
+    unmeasured = dict.fromkeys(("compute", "disk_read", "disk_write", "h2d", "d2h"))
+    return {"seconds": seconds, "limit_s": None, "busy_s": unmeasured}
 
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if seconds > 0 else None
 
 
+def summary(report: dict[str, Any], length: int) -> str:
+    """A run's report for people; `length` is prompt + generated tokens."""
+    memory, eviction = report["memory"], report["eviction"]
+    held, full = memory["kv_cache_bytes"], memory["full_kv_cache_bytes"]
+    share = f" ({held / full:.0%} of the full cache's {full:,})" if full else ""
+    percent = " ".join(f"{value:.1f}".removesuffix(".0") for value in report["achieved_percent"])
+    lines = [
+        f"{report['model']}{' with dummy weights' if report['dummy_weights'] else ''}, {report['dtype']} on"
+        f" {report['device']}: {report['num_prompts']} prompts, {report['prompt_tokens']} tokens in,"
+        f" {report['generated_tokens']} out",
+        f"KV cache: {eviction['name']}, {eviction['heavy_slots']} heavy + {eviction['recent_slots']} recent of {length}"
+        f" entries per row and head; {held:,} bytes{share}; {eviction['evictions']:,} entries evicted",
+        f"homes achieved: {percent} per cent (weights, cache, hidden states on gpu and cpu)",
+    ]
+    if not report["measured"]:
+        return "\n".join(
+            [*lines, "dry run: nothing was computed or timed; peaks by the ledger:", *_ledger_lines(memory)]
+        )
+    lines.append(
+        f"prefill {report['prefill_s']:.3f} s, decode {report['decode_s']:.3f} s, loading {report['load_s']:.3f} s"
+    )
+    if report["throughput_tok_s"] is not None:
+        decode = f", decode {report['decode_tok_s']:.1f} tok/s" if report["decode_tok_s"] is not None else ""
+        lines.append(f"throughput {report['throughput_tok_s']:.1f} tok/s{decode}")
+    return "\n".join([*lines, "peak memory, counted by the ledger:", *_ledger_lines(memory), _measured_line(memory)])
+
+
+def _ledger_lines(memory: dict[str, Any]) -> list[str]:
+    lines = []
+    for tier, peak in memory["ledger_peak_bytes"].items():
+        if peak:
+            parts = ", ".join(f"{line} {gb(size)}" for line, size in memory["ledger"][tier].items() if size)
+            lines.append(f"  {tier:4} {gb(peak):>10}: {parts}")
+    return lines
+
+
+def _measured_line(memory: dict[str, Any]) -> str:
+    return f"peak memory of the process, measured: {gb(memory['cpu_peak_bytes'])}"
+
+
 def environment() -> dict[str, Any]:
     """What a measurement depends on beside its own settings: machine, versions, commit."""
-    import psutil
-    import torch
-
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "git_commit": _git("rev-parse", "HEAD"),
@@ -88,6 +149,7 @@ def environment() -> dict[str, Any]:
             "cpu": _cpu_name(),
             "cores": psutil.cpu_count(),
             "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "memory_bytes": psutil.virtual_memory().total,
             "system": f"{platform.system()} {platform.machine()}",
         },

@@ -5,6 +5,7 @@ the order in which they run changes what is sampled.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop: str | Sequence[str] = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     def problems(self) -> list[str]:
         """Every mistake, a sentence each; empty if there is none."""

@@ -5,8 +5,13 @@ block, so that whatever a layer costs to bring is paid once for all its rows. Th
 engine executes its operations, and a simulator can count them.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+# The page of weights that holds what lies outside the decoder layers; layer n is page n.
+OUTER = -1
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,51 @@ def _group(units: Sequence[slice], units_per_group: int) -> tuple[Group, ...]:
         members = tuple(range(first, min(first + units_per_group, len(units))))
         groups.append(Group(len(groups), members, slice(units[members[0]].start, units[members[-1]].stop)))
     return tuple(groups)
+
+
+@dataclass(frozen=True)
+class FetchWeights:
+    """Starts to bring a page of weights to the device."""
+
+    page: int
+
+
+@dataclass(frozen=True)
+class ReleaseWeights:
+    """The page's place on the device may be used for another."""
+
+    page: int
+
+
+@dataclass(frozen=True)
+class LoadCache:
+    """Starts to bring a unit's KV to the device."""
+
+    layer: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class StoreCache:
+    """Starts to put back what the token has changed of a unit's KV."""
+
+    token: int
+    layer: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class LoadHidden:
+    """Starts to bring a prefill group's hidden states to the device."""
+
+    group: Group
+
+
+@dataclass(frozen=True)
+class StoreHidden:
+    """Starts to put a prefill group's hidden states where they live between layers."""
+
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -103,21 +153,97 @@ class EndStep:
     token: int
 
 
-Operation = Embed | Project | Attend | Finish | Choose | EndStep
+Operation = (
+    FetchWeights
+    | ReleaseWeights
+    | LoadCache
+    | StoreCache
+    | LoadHidden
+    | StoreHidden
+    | Embed
+    | Project
+    | Attend
+    | Finish
+    | Choose
+    | EndStep
+)
 
 
-def zigzag(tokens: int, layers: int, shape: BlockShape) -> Iterator[Operation]:
-    """All operations that generate `tokens` tokens per row: token 0 is prefill, the others are decode steps."""
-    for token in range(tokens):
+def zigzag(
+    tokens: Sequence[int], layers: int, shape: BlockShape, look_ahead: int = 0, groups_in_flight: int = 1
+) -> Iterator[Operation]:
+    """All operations that generate tokens for a block: token 0 is prefill, the others are decode steps.
+
+    Args:
+        tokens: the steps to walk, in order; all of them, or a few that stand for the rest.
+        layers: decoder layers.
+        look_ahead: how many pages of weights, and units of KV, are on their way ahead of the one in use. Computation
+            is the same, in the same order, whatever it is.
+        groups_in_flight: decode groups whose attention may be under way at once, where it runs beside the projections.
+    """
+    pages = _page_order(len(tokens), layers)
+    yield from islice(pages, look_ahead)
+    for step, token in enumerate(tokens):
         groups = shape.prefill_groups if token == 0 else shape.decode_groups
+        in_flight = 1 if token == 0 else groups_in_flight
+        # A unit must have been put back before it is loaded again, so there is no looking ahead of all of them.
+        ahead = min(look_ahead, layers * len(shape.unit_rows) - 1)
+        units = _unit_order(token, layers, groups)
+        yield from islice(units, ahead)
+        if step == 0:
+            yield from islice(pages, 1)
         for group in groups:
             yield Embed(token, group)
+            yield from _hidden(StoreHidden, token, group)
+        yield ReleaseWeights(OUTER)
         for layer in range(layers):
+            yield from islice(pages, 1)
+            waiting: deque[Group] = deque()
             for group in groups:
+                yield from _hidden(LoadHidden, token, group)
                 yield Project(token, layer, group)
                 for unit in group.units:
+                    yield from islice(units, 1)
                     yield Attend(token, layer, unit)
-                yield Finish(token, layer, group)
+                    yield StoreCache(token, layer, unit)
+                waiting.append(group)
+                if len(waiting) == in_flight:
+                    yield from _finish(token, layer, waiting.popleft())
+            for group in waiting:
+                yield from _finish(token, layer, group)
+            yield ReleaseWeights(layer)
+        yield from islice(pages, 1)
         for group in groups:
+            yield from _hidden(LoadHidden, token, group)
             yield Choose(token, group)
         yield EndStep(token)
+
+
+def _finish(token: int, layer: int, group: Group) -> Iterator[Operation]:
+    yield Finish(token, layer, group)
+    yield from _hidden(StoreHidden, token, group)
+
+
+def _hidden(kind: type[LoadHidden] | type[StoreHidden], token: int, group: Group) -> Iterator[Operation]:
+    """Hidden states have homes in prefill; in decode they are small and stay on the device."""
+    if token == 0:
+        yield kind(group)
+
+
+def _page_order(tokens: int, layers: int) -> Iterator[FetchWeights]:
+    """Pages in the order of use. The outer page that chooses one token stays to embed the next."""
+    yield FetchWeights(OUTER)
+    for _ in range(tokens):
+        for layer in range(layers):
+            yield FetchWeights(layer)
+        yield FetchWeights(OUTER)
+
+
+def _unit_order(token: int, layers: int, groups: Sequence[Group]) -> Iterator[LoadCache]:
+    """Units in the order of use; prefill fills them and loads none."""
+    if token == 0:
+        return
+    for layer in range(layers):
+        for group in groups:
+            for unit in group.units:
+                yield LoadCache(layer, unit)

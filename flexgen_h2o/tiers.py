@@ -1,142 +1,188 @@
-"""Memory: what a run will need, and what there is."""
+"""The three tiers: where tensors lie, how many bytes they take, and the ledger that counts them.
 
-import os
-from dataclasses import dataclass
-from pathlib import Path
+    gpu   the memory of the compute device
+    cpu   host memory
+    disk  files
 
-import psutil
+Without an accelerator the gpu and cpu tiers are one memory, with one budget, and nothing is copied between them.
+"""
 
-from flexgen_h2o.kvcache.attention import PREFILL_LOGITS
-from flexgen_h2o.kvcache.buffer import UnitShape
-from flexgen_h2o.model_config import ModelConfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.extents import Extent
+from flexgen_h2o.placement import TIERS, Tier
 
 GB = 2**30
-CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Predicted peak bytes of a run with everything in memory, by what they are for."""
-
-    baseline: int  # the process before any tensor: interpreter and libraries, measured
-    weights: int
-    kv_cache: int  # keys and values
-    kv_state: int  # their scores and columns
-    hidden: int  # hidden states of the block between layers
-    workspace: int  # temporaries of the layer, of attention and of the choice of tokens
-
-    @property
-    def total(self) -> int:
-        return self.baseline + self.weights + self.kv_cache + self.kv_state + self.hidden + self.workspace
-
-    def __str__(self) -> str:
-        parts = (
-            f"weights {gb(self.weights)}",
-            f"KV cache {gb(self.kv_cache + self.kv_state)}",
-            f"hidden states and working space {gb(self.hidden + self.workspace)}",
-            f"interpreter and libraries {gb(self.baseline)}",
-        )
-        return f"{gb(self.total)} of memory ({', '.join(parts)})"
-
-
-def gb(count: int) -> str:
+def gb(count: float) -> str:
     """Bytes in GB of 2**30, for people."""
     return f"{count / GB:.2f} GB"
 
 
-def plan_memory(
-    config: ModelConfig, itemsize: int, weights: int, units: list[UnitShape], prompt_len: int, group_rows: int
-) -> MemoryPlan:
-    """Predicts the peak memory of a run.
+class BudgetError(RuntimeError):
+    """An allocation would exceed a budget; the message names the buffer, both numbers and the largest holders."""
+
+
+@dataclass
+class Account:
+    """Bytes of one memory.
+
+    Attributes:
+        budget: the most it may hold; None for no limit.
+        entries: what it holds, by name.
+        largest: the most that each name has held.
+    """
+
+    budget: int | None = None
+    entries: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+    in_use: int = 0
+    peak: int = 0
+
+
+class Ledger:
+    """Counts every buffer by tier and name. Tiers that share a memory share an account.
 
     Args:
-        itemsize: bytes per element of weights and activations.
-        weights: bytes of all parameters.
-        units: the buffers of one layer.
-        prompt_len: width of the widest block.
-        group_rows: rows computed together in decode.
+        budgets: bytes per tier; None or absent for no limit. With `joint`, gpu's and cpu's are one, under "cpu".
+        joint: whether the gpu and cpu tiers are one memory.
     """
-    rows = sum(unit.rows for unit in units)
-    unit_rows = max(unit.rows for unit in units)
-    layers = config.num_hidden_layers
-    hidden = rows * prompt_len * config.hidden_size * itemsize
-    # In prefill the widest moment of a layer is the MLP: input, norm, two inner states, output.
-    tokens = max(unit_rows * prompt_len, group_rows)
-    mlp = tokens * (2 * config.ffn_dim + 3 * config.hidden_size) * itemsize
-    logits = min(PREFILL_LOGITS, unit_rows * config.num_attention_heads * prompt_len**2)
-    attention = tokens * 6 * config.hidden_size * itemsize + logits * (2 * itemsize + 8)
-    choice = min(rows, group_rows) * config.vocab_size * (itemsize + 8)
-    return MemoryPlan(
-        baseline=psutil.Process().memory_info().rss,
-        weights=weights,
-        kv_cache=layers * sum(unit.kv_bytes(itemsize) for unit in units),
-        kv_state=layers * sum(unit.state_bytes for unit in units),
-        hidden=hidden,
-        workspace=max(mlp, attention, choice),
-    )
+
+    def __init__(self, budgets: dict[Tier, int | None], joint: bool):
+        self.joint = joint
+        self.accounts: dict[Tier, Account] = {tier: Account(budgets.get(tier)) for tier in TIERS}
+
+    def account(self, tier: Tier) -> Account:
+        """The account that pays for a tier."""
+        return self.accounts["cpu" if self.joint and tier == "gpu" else tier]
+
+    def charge(self, tier: Tier, name: str, nbytes: int) -> None:
+        """Counts bytes that are about to be allocated. Raises BudgetError if they exceed the budget."""
+        account = self.account(tier)
+        if not nbytes:
+            return
+        if account.budget is not None and account.in_use + nbytes > account.budget:
+            largest = sorted(account.entries.items(), key=lambda entry: -entry[1])[:3]
+            holders = ", ".join(f"{holder} {gb(size)}" for holder, size in largest)
+            raise BudgetError(
+                f"{name} needs {gb(nbytes)} on {tier}, where {gb(account.in_use)} of the budget of {gb(account.budget)}"
+                f" are taken ({holders or 'nothing yet'})"
+            )
+        account.entries[name] = account.entries.get(name, 0) + nbytes
+        account.largest[name] = max(account.largest.get(name, 0), account.entries[name])
+        account.in_use += nbytes
+        account.peak = max(account.peak, account.in_use)
+
+    def release(self, tier: Tier, name: str, nbytes: int) -> None:
+        """Counts bytes that have been given back."""
+        account = self.account(tier)
+        if not nbytes:
+            return
+        account.entries[name] -= nbytes
+        account.in_use -= nbytes
+        if not account.entries[name]:
+            del account.entries[name]
+
+    @contextmanager
+    def held(self, tier: Tier, name: str, nbytes: int) -> Iterator[None]:
+        """Counts bytes for as long as the context lasts."""
+        self.charge(tier, name, nbytes)
+        try:
+            yield
+        finally:
+            self.release(tier, name, nbytes)
+
+    def peak(self, tier: Tier) -> int:
+        """The most bytes that the tier's own account has held."""
+        return self.accounts[tier].peak
 
 
-def usable_memory() -> int:
-    """Bytes that this process may still take, what it holds already included: the machine's or its cgroup's limit."""
-    own = psutil.Process().memory_info().rss
-    machine = psutil.virtual_memory().available + own
-    return min([machine, *(free + own for free in _cgroup_free())])
+@dataclass(frozen=True)
+class Stored:
+    """A tensor at home on a tier. In memory it is a tensor; on disk, an extent of a file.
+
+    Compute takes it through `resident()`, which refuses a tensor that does not live where it is needed.
+    """
+
+    name: str
+    tier: Tier
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: Tensor | None = None
+    extent: Extent | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def resident(self, tiers: frozenset[Tier]) -> Tensor:
+        """The tensor, for use on a device that can reach `tiers`. Raises RuntimeError if it lives elsewhere."""
+        if self.tier not in tiers or self.tensor is None:
+            raise RuntimeError(
+                f"{self.name} lives on {self.tier} and was used where only {sorted(tiers)} can be reached"
+            )
+        return self.tensor
 
 
-def _cgroup_free() -> list[int]:
-    """What is left below each memory limit that applies to this process, in cgroup v1 or v2."""
-    free = []
-    for folder, limit_name, usage_name in _cgroup_folders():
-        limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
-        if limit is not None and usage is not None:
-            free.append(limit - usage + _reclaimable(folder / "memory.stat"))
-    return free
+class Tiers:
+    """Allocates on the three tiers and counts what it allocates.
 
+    Args:
+        device: the compute device: cuda, cpu or meta.
+        ledger: pays for everything.
+    """
 
-def _cgroup_folders() -> list[tuple[Path, str, str]]:
-    """This process' memory cgroup and its parents, with the names of the files for limit and usage."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            root, names = CGROUP_ROOT / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        elif not controllers:
-            root, names = CGROUP_ROOT, ("memory.max", "memory.current")
-        else:
-            continue
-        own = root / path.lstrip("/")
-        folders += [(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    return folders
+    def __init__(self, device: torch.device, ledger: Ledger):
+        self.device = device
+        self.ledger = ledger
+        self._pinned: set[int] = set()  # addresses
 
+    @property
+    def reachable(self) -> frozenset[Tier]:
+        """The tiers that compute works on without a copy."""
+        return frozenset(("gpu", "cpu")) if self.ledger.joint else frozenset(("gpu",))
 
-def _read_number(path: Path) -> int | None:
-    """A limit or count; None where there is no such file or no limit ("max")."""
-    try:
-        return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    def memory_device(self, tier: Tier) -> torch.device:
+        """Where torch allocates a tier's tensors."""
+        on_host = tier == "cpu" and self.device.type == "cuda"
+        return torch.device("cpu") if on_host else self.device
 
+    def allocate(
+        self, tier: Tier, name: str, shape: tuple[int, ...], dtype: torch.dtype, group: str, pin: bool = False
+    ) -> Stored:
+        """An uninitialised tensor in memory, on gpu or cpu.
 
-def _reclaimable(stat: Path) -> int:
-    """Page cache that counts as used but gives way."""
-    try:
-        fields = dict(line.split() for line in stat.read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+        Args:
+            group: the ledger's line for it.
+            pin: beside a GPU, take pinned host memory, from which copies need no staging.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        self.ledger.charge(tier, group, nbytes)
+        try:
+            tensor = self._empty(tier, shape, dtype, pin)
+        except BaseException:
+            self.ledger.release(tier, group, nbytes)
+            raise
+        return Stored(name, tier, shape, dtype, tensor=tensor)
 
+    def _empty(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.memory_device(tier))
+        if pin and tier == "cpu" and self.device.type == "cuda" and tensor.nbytes:
+            # Pinned in place: torch's own allocator of pinned memory rounds up to the next power of two.
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+            self._pinned.add(tensor.data_ptr())
+        return tensor
 
-def peak_resident_bytes() -> int:
-    """The most memory this process has held so far, measured by the kernel (Linux: VmHWM)."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    except (OSError, IndexError):
-        import resource
-
-        scale = 1 if os.uname().sysname == "Darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    def release(self, stored: Stored, group: str) -> None:
+        """Gives a tensor's bytes back; the caller drops its last reference."""
+        self.ledger.release(stored.tier, group, stored.nbytes)
+        if stored.tensor is not None and stored.tensor.data_ptr() in self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(stored.tensor.data_ptr()))
+            self._pinned.remove(stored.tensor.data_ptr())

@@ -52,7 +52,9 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
         raise UsageError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
     # OPT was trained with a leading `</s>`. Versions of the library differ in whether the tokenizer adds it, so where
     # its settings ask for one it is added here. Without that setting (Galactica) the tokenizer's own way stands.
-    leading_id = config.bos_token_id if settings.get("add_bos_token") else None
+    # OPT's own files (vocab.json and merges.txt) may come without settings.
+    asks_for_one = settings.get("add_bos_token", not (folder / "tokenizer.json").is_file())
+    leading_id = config.bos_token_id if asks_for_one else None
     return Tokenizer(backend, leading_id)
 
 

@@ -1,225 +1,239 @@
-"""Model weights: found in a checkpoint or made up, checked, and placed.
+"""Model weights at their homes, and the buffers through which they are read.
 
-Published OPT files differ in the prefix of their keys, in the name a tied output embedding is stored under, in shard
-count and in format. Here every parameter has one name, relative to the decoder (`model_config.ModelConfig.shapes`).
+Compute asks for a page: the parameters of one decoder layer, or those outside the layers. What compute cannot reach at
+its home is copied into read buffers on the device, one set more than the look-ahead; they are allocated once.
 """
 
-import json
-import pickle
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.checkpoints import Checkpoint
+from flexgen_h2o.disk import WeightFolder
+from flexgen_h2o.extents import Extent
 from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.placement import WeightHomes
+from flexgen_h2o.schedule import OUTER
+from flexgen_h2o.tiers import Stored, Tiers
+from flexgen_h2o.transfer import Ticket, Transfer
 
 # Standard deviation of made-up weights: OPT's own initialisation.
 DUMMY_STD = 0.02
+LEDGER_LINE = "weights"
+READ_LINE = "weight read buffers"
 
 Progress = Callable[[int], None]  # told how many bytes have just been placed
-
-
-@dataclass(frozen=True)
-class Weights:
-    """All parameters of a model, each at home in memory.
-
-    Attributes:
-        outer: what lies outside the decoder layers (embeddings, final norm, output projection).
-        layers: one mapping per decoder layer, named relative to it.
-    """
-
-    outer: Mapping[str, Tensor]
-    layers: tuple[Mapping[str, Tensor], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for part in (self.outer, *self.layers) for tensor in part.values())
+TensorSource = Callable[
+    [Sequence[str]], Iterator[tuple[str, Tensor]]
+]  # yields the tensors of the given names, once each
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     """Bytes of all parameters at `itemsize` bytes each."""
-    return itemsize * sum(_count(shape) for shape in config.shapes().values())
+    return itemsize * sum(prod(shape) for shape in config.shapes().values())
 
 
-def load_weights(
-    checkpoint: "Checkpoint",
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-) -> Weights:
-    """Reads every parameter once, converting to `dtype`. Peak memory is the placed bytes plus one tensor."""
-    placed = {}
-    for name, tensor in checkpoint.tensors():
-        # A copy even where nothing is converted: the file must not stay mapped.
-        placed[name] = torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
-        progress(placed[name].nbytes)
-    return _by_layer(placed, config)
+def checkpoint_source(checkpoint: Checkpoint) -> TensorSource:
+    """Parameters as stored in a checkpoint."""
+    return lambda names: checkpoint.tensors(frozenset(names))
 
 
-def dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, progress: Progress
-) -> Weights:
-    """Random parameters: normal with standard deviation 0.02, norm weights around 1."""
-    generator = torch.Generator(device).manual_seed(seed)
-    placed = {}
-    for name, shape in config.shapes().items():
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        placed[name] = tensor.normal_(mean, DUMMY_STD, generator=generator)
-        progress(tensor.nbytes)
-    return _by_layer(placed, config)
+def dummy_source(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
+    """Random parameters: normal with standard deviation 0.02, norm weights around 1.
+
+    Each depends on the seed and its own name alone, so that the same parameter is the same wherever it is placed.
+    """
+    shapes = config.shapes()
+
+    def make(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            own_seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+            tensor = torch.empty(shapes[name], dtype=dtype, device=device)
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            if not tensor.is_meta:
+                tensor.normal_(mean, DUMMY_STD, generator=torch.Generator(device).manual_seed(own_seed))
+            yield name, tensor
+
+    return make
 
 
-def _by_layer(placed: dict[str, Tensor], config: ModelConfig) -> Weights:
-    layers = tuple(
-        {name: placed[f"layers.{layer}.{name}"] for name in config.layer_shapes()}
-        for layer in range(config.num_hidden_layers)
-    )
-    return Weights({name: placed[name] for name in config.outer_shapes()}, layers)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checked set of files that holds every parameter of a model exactly once.
+@dataclass
+class ReadBuffer:
+    """Memory on the device for one page's parameters.
 
     Attributes:
-        sources: parameter name -> (file, key in that file), in file order.
-        unused: keys of the files that the model has no use for.
+        tensors: by name relative to the page.
+        page: which one was last fetched.
+        loaded: done when what was last fetched is here.
+        free: done when it may be overwritten.
     """
 
-    sources: Mapping[str, tuple[Path, str]]
-    unused: tuple[str, ...]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter as stored, one at a time."""
-        by_file: dict[Path, list[str]] = {}
-        for name, (path, _) in self.sources.items():
-            by_file.setdefault(path, []).append(name)
-        for path, names in by_file.items():
-            read = _read_safetensors if path.suffix == ".safetensors" else _read_pickled
-            yield from read(path, {name: self.sources[name][1] for name in names})
+    tensors: Mapping[str, Tensor]
+    page: int | None = None
+    loaded: list[Ticket] = field(default_factory=list)
+    free: Ticket = field(default_factory=Ticket)
 
 
-def _read_safetensors(path: Path, keys: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    for name, key in keys.items():
-        # Opened anew for each tensor: pages of a mapped file that were read once would otherwise count as ours.
-        with safe_open(path, framework="pt") as file:
-            tensor = file.get_tensor(key)
-        yield name, tensor
+class WeightStore:
+    """All parameters of a model, each at home.
 
-
-def _read_pickled(path: Path, keys: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    for name, key in keys.items():
-        yield name, stored[key]
-
-
-def open_checkpoint(folder: Path, config: ModelConfig) -> Checkpoint:
-    """Finds and checks the weight files of a folder in Hugging Face format, without reading tensors.
-
-    Raises UsageError that names every file that is missing or cut short, every parameter that is missing, stored
-    twice or of another shape.
+    Args:
+        homes: the tier of every parameter.
+        look_ahead: pages that are fetched ahead of the one in use.
+        folder: files for what lives on disk; None where nothing does, or nothing is written (meta).
+        pin: beside a GPU, keep what lives in host memory in pinned memory.
     """
-    files = _weight_files(folder)
-    stored: dict[str, list[tuple[Path, str]]] = {}
-    shapes: dict[tuple[Path, str], tuple[int, ...]] = {}
-    problems = []
-    for path in files:
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        homes: WeightHomes,
+        tiers: Tiers,
+        transfer: Transfer,
+        look_ahead: int,
+        folder: WeightFolder | None = None,
+        pin: bool = False,
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.homes = homes
+        self._tiers = tiers
+        self._transfer = transfer
+        self._folder = folder
+        self._pin = pin
+        self._stored: dict[str, Stored] = {}
+        self._disk_bytes = 0
+        self._allocated: list[tuple[Stored, str]] = []
+        self._outer_buffer = ReadBuffer({})
+        self._layer_buffers: list[ReadBuffer] = []
         try:
-            file_shapes = _stored_shapes(path)
-        except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problems.append(f"weight file {path} cannot be read ({reason}); it may be cut short: fetch it again")
-            continue
-        for key, shape in file_shapes.items():
-            stored.setdefault(_parameter_name(key), []).append((path, key))
-            shapes[path, key] = shape
-    if problems:
-        raise UsageError(problems)
-    return _match(stored, shapes, config, folder)
+            self._make_buffers(look_ahead + 1)
+        except BaseException:
+            self.close()
+            raise
 
+    def _make_buffers(self, turns: int) -> None:
+        layers = range(self.config.num_hidden_layers)
+        self._outer_buffer = self._make_buffer(self.config.outer_shapes(), [""])
+        self._layer_buffers = [
+            self._make_buffer(self.config.layer_shapes(), [f"layers.{n}." for n in layers[turn::turns]])
+            for turn in range(turns)
+        ]
 
-def _match(
-    stored: dict[str, list[tuple[Path, str]]],
-    shapes: dict[tuple[Path, str], tuple[int, ...]],
-    config: ModelConfig,
-    folder: Path,
-) -> Checkpoint:
-    """Pairs what the model needs with what the files hold."""
-    if config.tie_word_embeddings:
-        # Tied embeddings are stored under either name, or under both.
-        head = stored.pop("lm_head.weight", [])
-        if "embed_tokens.weight" not in stored and head:
-            stored["embed_tokens.weight"] = head
-    problems = []
-    sources = {}
-    for name, shape in config.shapes().items():
-        found = stored.pop(name, [])
-        if not found:
-            problems.append(f"{folder}: parameter {name} {list(shape)} is in none of the weight files")
-        elif len(found) > 1:
-            places = " and ".join(f"{path.name}:{key}" for path, key in found)
-            problems.append(f"{folder}: parameter {name} is stored twice: {places}")
-        elif shapes[found[0]] != shape:
-            problems.append(
-                f"{found[0][0]}: {found[0][1]} has shape {list(shapes[found[0]])},"
-                f" but config.json makes it {list(shape)}"
-            )
-        else:
-            sources[name] = found[0]
-    if problems:
-        raise UsageError(problems)
-    unused = tuple(key for places in stored.values() for _, key in places)
-    in_file_order = sorted(sources.items(), key=lambda item: str(item[1][0]))
-    return Checkpoint(dict(in_file_order), unused)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters at home."""
+        return sum(stored.nbytes for stored in self._stored.values())
 
+    def load(self, source: TensorSource, progress: Progress) -> None:
+        """Places every parameter. Peak memory is the placed bytes plus one tensor.
 
-def _parameter_name(key: str) -> str:
-    return key.removeprefix("model.").removeprefix("decoder.")
+        What lives on disk and is in the folder already is not read again. Raises OSError if there is no room for it.
+        """
+        shapes = self.config.shapes()
+        on_disk = {name: shapes[name] for name, tier in self.homes.items() if tier == "disk"}
+        disk_bytes = sum(prod(shape) for shape in on_disk.values()) * self.dtype.itemsize
+        self._tiers.ledger.charge("disk", LEDGER_LINE, disk_bytes)
+        self._disk_bytes = disk_bytes
+        missing = set(on_disk)
+        if self._folder is not None:
+            missing = self._folder.reserve({name: prod(s) * self.dtype.itemsize for name, s in on_disk.items()})
+        for name in set(on_disk) - missing:
+            self._store_on_disk(name, shapes[name])
+            progress(self._stored[name].nbytes)
+        wanted = [name for name, tier in self.homes.items() if tier != "disk" or name in missing]
+        for name, tensor in source(wanted):
+            self._place(name, tensor)
+            progress(self._stored[name].nbytes)
 
+    def _place(self, name: str, tensor: Tensor) -> None:
+        tier = self.homes[name]
+        if tier == "disk":
+            if self._folder is not None:
+                self._folder.write(name, tensor.to(device="cpu", dtype=self.dtype))
+            self._store_on_disk(name, tuple(tensor.shape))
+            return
+        stored = self._tiers.allocate(tier, name, tuple(tensor.shape), self.dtype, LEDGER_LINE, pin=self._pin)
+        self._allocated.append((stored, LEDGER_LINE))
+        assert stored.tensor is not None
+        # A copy even where nothing is converted: the checkpoint's file must not stay mapped.
+        stored.tensor.copy_(tensor)
+        self._stored[name] = stored
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, safetensors before .bin. Raises UsageError if one that is named is absent."""
-    for stem in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{stem}.index.json"
-        if index.is_file():
-            return _shards(index)
-        if (folder / stem).is_file():
-            return [folder / stem]
-    raise UsageError(
-        f"{folder} holds no weights (model.safetensors, pytorch_model.bin, or an index of shards);"
-        " use --dummy-weights to run without"
-    )
+    def _store_on_disk(self, name: str, shape: tuple[int, ...]) -> None:
+        nbytes = prod(shape) * self.dtype.itemsize
+        folder = self._folder
+        extent = Extent(Path(), 0, nbytes) if folder is None else folder.extent(name, nbytes)
+        self._stored[name] = Stored(name, "disk", shape, self.dtype, extent=extent)
 
+    def fetch(self, page: int) -> None:
+        """Starts to bring a page to the device, as far as it is not there."""
+        buffer = self._buffer(page)
+        buffer.page, buffer.loaded = page, []
+        for name, target in buffer.tensors.items():
+            stored = self._stored[self._full_name(page, name)]
+            if stored.tier in self._tiers.reachable:
+                continue
+            buffer.loaded.append(self._start_copy(stored, target, buffer.free))
 
-def _shards(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = [name for name in names if not (index.parent / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is no index of weight files: {type(error).__name__}: {error}") from None
-    if missing:
-        raise UsageError(f"{index} names {name}, which is not there: fetch it again" for name in missing)
-    return [index.parent / name for name in names]
+    def _start_copy(self, stored: Stored, target: Tensor, free: Ticket) -> Ticket:
+        transfer = self._transfer
+        if stored.extent is not None:
+            extent = stored.extent
+            return transfer.submit("disk_read", lambda: transfer.read(target, extent), [free])
+        source = stored.tensor
+        assert source is not None
+        return transfer.submit("h2d", lambda: transfer.copy("h2d", target, source), [free])
 
+    def page(self, page: int) -> Mapping[str, Tensor]:
+        """A page's parameters on the device, by name relative to it; those that had to be fetched have arrived."""
+        buffer = self._buffer(page)
+        if buffer.tensors and buffer.page != page:
+            raise RuntimeError(f"weights of page {page} are used before they were fetched")
+        for ticket in buffer.loaded:
+            ticket.wait()
+        shapes = self.config.outer_shapes() if page == OUTER else self.config.layer_shapes()
+        tensors = {}
+        for name in shapes:
+            stored = self._stored[self._full_name(page, name)]
+            in_reach = stored.tier in self._tiers.reachable
+            tensors[name] = stored.resident(self._tiers.reachable) if in_reach else buffer.tensors[name]
+        return tensors
 
-def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(stored, dict):
-        raise ValueError(f"it holds {type(stored).__name__} where a mapping of tensors is expected")
-    return {key: tuple(value.shape) for key, value in stored.items() if isinstance(value, Tensor)}
+    def release(self, page: int) -> None:
+        """Says that compute has been told all it is to do with a page: its read buffer may be overwritten then."""
+        self._buffer(page).free = self._transfer.used()
 
+    def close(self) -> None:
+        """Gives all bytes back. Files of weights stay for later runs."""
+        for stored, line in self._allocated:
+            self._tiers.release(stored, line)
+        if self._disk_bytes:
+            self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
+        self._allocated, self._stored, self._layer_buffers, self._outer_buffer = [], {}, [], ReadBuffer({})
+        self._disk_bytes = 0
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    def _buffer(self, page: int) -> ReadBuffer:
+        return self._outer_buffer if page == OUTER else self._layer_buffers[page % len(self._layer_buffers)]
+
+    @staticmethod
+    def _full_name(page: int, name: str) -> str:
+        return name if page == OUTER else f"layers.{page}.{name}"
+
+    def _make_buffer(self, shapes: Mapping[str, tuple[int, ...]], prefixes: Sequence[str]) -> ReadBuffer:
+        """A buffer for those parameters that compute cannot reach at home on any of the pages that will use it."""
+        tensors = {}
+        for name, shape in shapes.items():
+            if all(self.homes[prefix + name] in self._tiers.reachable for prefix in prefixes):
+                continue
+            stored = self._tiers.allocate("gpu", name, shape, self.dtype, READ_LINE)
+            self._allocated.append((stored, READ_LINE))
+            assert stored.tensor is not None
+            tensors[name] = stored.tensor
+        return ReadBuffer(tensors)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
-from flexgen_h2o.llm import DTYPES, LLM
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.platforms import DTYPES
 from flexgen_h2o.records import append_record
 from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.schedule import OUTER
 
 RESULTS = Path(__file__).parent.parent / "results" / "decode_against_transformers.jsonl"
 
@@ -37,11 +39,11 @@ def main() -> None:
         "h2o 20 %": LLM(args.model, dummy_weights=True, dtype=args.dtype, gpu_batch_size=args.batch),
     }
     first = engines["full cache"]
-    shared_weights = first.load()
+    runtime = first.load()
     for llm in engines.values():
-        llm.weights = shared_weights
+        llm.runtime = runtime
     peer = transformers_model(first)
-    requests = first.random_requests(args.prompt_len, args.batch)
+    requests = list(first.random_requests(args.prompt_len, args.batch))
     ids = torch.tensor([request.prompt_ids for request in requests])
     params = SamplingParams(max_new_tokens=args.gen_len, ignore_eos=True)
     decoded = args.batch * (args.gen_len - 1)
@@ -97,11 +99,11 @@ def transformers_model(llm: LLM) -> OPTForCausalLM:
     )
     with torch.device("meta"):
         model = OPTForCausalLM(settings)
-    weights = llm.load()
-    state = {f"model.decoder.{name}": tensor for name, tensor in weights.outer.items()}
-    for index, layer in enumerate(weights.layers):
+    weights = llm.load().weights
+    state = {f"model.decoder.{name}": tensor for name, tensor in weights.page(OUTER).items()}
+    for index, layer in enumerate(weights.page(index) for index in range(config.num_hidden_layers)):
         state |= {f"model.decoder.layers.{index}.{name}": tensor for name, tensor in layer.items()}
-    state["lm_head.weight"] = weights.outer["embed_tokens.weight"]
+    state["lm_head.weight"] = weights.page(OUTER)["embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     model.generation_config.eos_token_id = None
     return model.eval()
@@ -136,7 +138,7 @@ def paired_ratio(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
 
 def decode_step_limit(llm: LLM, rows: int) -> dict[str, Any]:
     """The larger of weight bytes over read bandwidth and FLOPs over GEMM rate, both measured here and now."""
-    weights = llm.load()
+    weights, layers = llm.load().weights, range(llm.config.num_hidden_layers)
     memory = torch.zeros(2**27)  # 512 MB, more than any cache holds
     read_rate = _median_rate(memory.sum, memory.nbytes)
     rows_in = torch.randn(2048, 2048).to(llm.dtype)
@@ -144,7 +146,7 @@ def decode_step_limit(llm: LLM, rows: int) -> dict[str, Any]:
     flops = 2 * rows_in.shape[0] * matrix.numel()
     gemm_rate = _median_rate(lambda: torch.nn.functional.linear(rows_in, matrix), flops)
     elements = (
-        sum(t.numel() for layer in weights.layers for t in _large(layer))
+        sum(t.numel() for layer in layers for t in _large(weights.page(layer)))
         + llm.config.vocab_size * llm.config.hidden_size
     )
     seconds = {

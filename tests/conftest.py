@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TinyOpt
+from helpers import TinyOpt, place
 from hypothesis import settings
 from tiny_models import make_tiny_opt, save_tiny_opt
 
-from flexgen_h2o import model_config, weights
+from flexgen_h2o import model_config
+from flexgen_h2o.checkpoints import open_checkpoint
+from flexgen_h2o.weights import checkpoint_source
 
 torch.set_num_threads(1)  # tensors this small are slower on several
 
@@ -35,8 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyOpt]:
     def loaded(variant: str, dtype: torch.dtype, std: float) -> TinyOpt:
         model, folder = saved(variant, std)
         config = model_config.from_folder(folder)
-        checkpoint = weights.open_checkpoint(folder, config)
-        placed = weights.load_weights(checkpoint, config, dtype, torch.device("cpu"), lambda _: None)
+        placed = place(config, dtype, checkpoint_source(open_checkpoint(folder, config)))
         return TinyOpt(model, folder, config, placed)
 
     def make(variant: str = "pre_norm", dtype: torch.dtype = torch.float32, std: float = 0.1) -> TinyOpt:

@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.engine import BlockTimes, Engine, PromptBlock, pad_prompts
+from flexgen_h2o.kvcache.buffer import KVBuffer
 from flexgen_h2o.kvcache.eviction import EvictionRule
 from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
-from flexgen_h2o.weights import Weights
+from flexgen_h2o.runtime import RunSizes, Runtime
+from flexgen_h2o.schedule import OUTER
+from flexgen_h2o.weights import Progress, TensorSource
+
+IN_MEMORY = Platform(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class PlacedWeights:
+    """All parameters of a model in memory, as the package has placed them.
+
+    Attributes:
+        outer: what lies outside the layers. layers: one mapping per layer, named relative to it.
+    """
+
+    outer: Mapping[str, Tensor]
+    layers: tuple[Mapping[str, Tensor], ...]
+    nbytes: int
+
+    def flat(self) -> dict[str, Tensor]:
+        """By full name."""
+        layers = [
+            (f"layers.{n}.{name}", tensor) for n, layer in enumerate(self.layers) for name, tensor in layer.items()
+        ]
+        return {**self.outer, **dict(layers)}
+
+
+def place(
+    config: ModelConfig, dtype: torch.dtype, source: TensorSource, progress: Progress = lambda nbytes: None
+) -> PlacedWeights:
+    """Places parameters in memory through the package."""
+    runtime = Runtime(config, dtype, Policy(), IN_MEMORY)
+    runtime.load(source, progress)
+    store = runtime.weights
+    return PlacedWeights(
+        store.page(OUTER), tuple(store.page(layer) for layer in range(config.num_hidden_layers)), store.nbytes
+    )
 
 
 @dataclass(frozen=True)
@@ -25,10 +63,25 @@ class TinyOpt:
     model: Any
     folder: Path
     config: ModelConfig
-    weights: Weights
+    weights: PlacedWeights
+
+    def source(self) -> TensorSource:
+        """The parameters, for a runtime to load."""
+        tensors = self.weights.flat()
+        return lambda names: ((name, tensors[name]) for name in names)
 
     def engine(self, rule: EvictionRule, policy: Policy, rows: int) -> Engine:
-        return Engine(self.config, self.weights, rule, policy, rows)
+        """An engine with everything in memory."""
+        dtype = self.weights.outer["embed_tokens.weight"].dtype
+        runtime = Runtime(self.config, dtype, policy, IN_MEMORY)
+        runtime.load(self.source(), lambda nbytes: None)
+        return runtime.engine(RunSizes(rule, rows, self.config.max_position_embeddings))
+
+
+def buffers(engine: Engine) -> list[list[KVBuffer]]:
+    """The buffer of every unit, by layer and sub-batch, where all are in memory."""
+    found = [[unit.buffer for unit in layer] for layer in engine.kv.units]
+    return cast("list[list[KVBuffer]]", found)
 
 
 # Standard deviation of weights with which attention prefers some tokens by far. With less, the scores that a

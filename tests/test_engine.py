@@ -15,6 +15,7 @@ from helpers import (
     ForcedTokens,
     GreedyTokens,
     TinyOpt,
+    buffers,
     largest_difference,
     oracle_logits,
     pad,
@@ -327,10 +328,9 @@ def test_a_block_that_ended_in_nan_does_not_spoil_the_next(tiny: Tiny, longest: 
     prompts = random_ids(tiny_opt.config, (1, longest, 2))
     forced = random_forced(tiny_opt.config, 3, STEPS)
     expected = run_forced(engine, prompts, forced)
-    for unit in (unit for layer in engine.kv for unit in layer):
-        for region in (unit.heavy, unit.ring):
-            region.keys.fill_(torch.nan)
-            region.values.fill_(torch.nan)
+    with torch.inference_mode():
+        for tensor in buffer_tensors(engine):
+            tensor.fill_(torch.nan)
     assert largest_difference(run_forced(engine, prompts, forced), expected) == 0
 
 
@@ -370,13 +370,14 @@ def test_kv_bytes_are_slots_times_entry(tiny: Tiny, rule: EvictionRule, slots: i
     tiny_opt = tiny("pre_norm", dtype)
     engine = tiny_opt.engine(rule, Policy(2, 3), 5)
     layers, rows, heads, head_dim = 3, 5, 4, 8
-    assert engine.kv_cache_bytes == layers * rows * heads * slots * head_dim * 2 * dtype.itemsize
-    assert engine.kv_cache_bytes == sum(tensor.nbytes for tensor in buffer_tensors(engine))
+    assert engine.kv.kv_bytes == layers * rows * heads * slots * head_dim * 2 * dtype.itemsize
+    run_block(engine, random_ids(tiny_opt.config, (2,) * rows), 1, GreedyTokens(rows))
+    assert engine.kv.kv_bytes == sum(tensor.nbytes for tensor in buffer_tensors(engine))
 
 
 def buffer_tensors(engine: Engine) -> list[Tensor]:
     """Keys and values of every unit."""
-    regions = [region for layer in engine.kv for unit in layer for region in (unit.heavy, unit.ring)]
+    regions = [region for layer in buffers(engine) for unit in layer for region in (unit.heavy, unit.ring)]
     return [tensor for region in regions for tensor in (region.keys, region.values)]
 
 
@@ -384,6 +385,7 @@ def test_buffers_stay_where_they_are_during_decode(tiny: Tiny) -> None:
     tiny_opt = tiny()
     prompts = random_ids(tiny_opt.config, (9, 4, 6))
     engine = tiny_opt.engine(H2O(2, 3), Policy(2, 2), 3)
+    run_block(engine, prompts, 1, GreedyTokens(3))
     where = [(tensor.data_ptr(), tensor.shape) for tensor in buffer_tensors(engine)]
     seen = []
 

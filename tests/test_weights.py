@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TinyOpt
+from helpers import PlacedWeights, TinyOpt, place
 from safetensors.torch import save_file
 from tiny_models import VARIANTS
 from torch import Tensor
 
+from flexgen_h2o.checkpoints import open_checkpoint
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig, from_dict, from_folder
-from flexgen_h2o.weights import Weights, dummy_weights, load_weights, open_checkpoint, weight_bytes
+from flexgen_h2o.weights import checkpoint_source, dummy_source, weight_bytes
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
@@ -53,21 +54,12 @@ def write(folder: Path, tensors: Tensors, *, shards: int = 0, pickled: bool = Fa
     return folder
 
 
-def load(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Weights:
-    return load_weights(open_checkpoint(folder, config), config, dtype, CPU, lambda _: None)
+def load(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> PlacedWeights:
+    return place(config, dtype, checkpoint_source(open_checkpoint(folder, config)))
 
 
-def flat(weights: Weights) -> Tensors:
-    layers = [
-        (f"layers.{index}.{name}", tensor)
-        for index, layer in enumerate(weights.layers)
-        for name, tensor in layer.items()
-    ]
-    return {**weights.outer, **dict(layers)}
-
-
-def assert_holds(weights: Weights, expected: Tensors) -> None:
-    found = flat(weights)
+def assert_holds(weights: PlacedWeights, expected: Tensors) -> None:
+    found = weights.flat()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -146,14 +138,15 @@ def test_parameters_are_converted_once(
     write(tmp_path, tensors, pickled=pickled)
     weights = load(tmp_path, tied.config, wanted)
     assert_holds(weights, {name: tensor.to(wanted) for name, tensor in tensors.items()})
-    assert {tensor.dtype for tensor in flat(weights).values()} == {wanted}
+    assert {tensor.dtype for tensor in weights.flat().values()} == {wanted}
     assert weights.nbytes == weight_bytes(tied.config, wanted.itemsize)
 
 
 def test_progress_is_told_every_byte_once(tied: TinyOpt, tmp_path: Path) -> None:
     write(tmp_path, bare(tied), shards=3)
     told: list[int] = []
-    weights = load_weights(open_checkpoint(tmp_path, tied.config), tied.config, torch.bfloat16, CPU, told.append)
+    source = checkpoint_source(open_checkpoint(tmp_path, tied.config))
+    weights = place(tied.config, torch.bfloat16, source, told.append)
     assert len(told) == len(tied.config.shapes()) and sum(told) == weights.nbytes
 
 
@@ -293,8 +286,8 @@ def test_a_folder_without_weights_is_refused_with_a_way_out(tied: TinyOpt, tmp_p
 def test_dummy_weights_fill_every_parameter_at_random(tiny: Callable[..., TinyOpt], variant: str) -> None:
     config = tiny(variant).config
     told: list[int] = []
-    weights = dummy_weights(config, torch.float32, CPU, seed=3, progress=told.append)
-    tensors = flat(weights)
+    weights = place(config, torch.float32, dummy_source(config, 3, torch.float32, CPU), told.append)
+    tensors = weights.flat()
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == config.shapes()
     assert sum(told) == weights.nbytes
     for name, tensor in tensors.items():
@@ -306,7 +299,8 @@ def test_dummy_weights_fill_every_parameter_at_random(tiny: Callable[..., TinyOp
 
 def test_dummy_weights_are_those_of_their_seed(tied: TinyOpt) -> None:
     one, again, other = (
-        flat(dummy_weights(tied.config, torch.float32, CPU, seed, lambda _: None)) for seed in (1, 1, 2)
+        place(tied.config, torch.float32, dummy_source(tied.config, seed, torch.float32, CPU)).flat()
+        for seed in (1, 1, 2)
     )
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
@@ -319,7 +313,11 @@ import sys
 from pathlib import Path
 import torch
 from flexgen_h2o.model_config import from_folder
-from flexgen_h2o.weights import load_weights, open_checkpoint
+from flexgen_h2o.checkpoints import open_checkpoint
+from flexgen_h2o.platforms import Platform
+from flexgen_h2o.policy import Policy
+from flexgen_h2o.runtime import Runtime
+from flexgen_h2o.weights import checkpoint_source
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -333,8 +331,9 @@ Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
 before = status("VmRSS")
 checkpoint = open_checkpoint(folder, config)
 checked = status("VmHWM")
-weights = load_weights(checkpoint, config, getattr(torch, sys.argv[2]), torch.device("cpu"), lambda _: None)
-print(checked - before, status("VmHWM") - before, weights.nbytes)
+runtime = Runtime(config, getattr(torch, sys.argv[2]), Policy(), Platform(torch.device("cpu")))
+runtime.load(checkpoint_source(checkpoint), lambda nbytes: None)
+print(checked - before, status("VmHWM") - before, runtime.weights.nbytes)
 """
 
 

@@ -4,17 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.evaluation.heldout import heldout_tokens, text_windows
 from flexgen_h2o.evaluation.recall import KINDS, RecallSet, RecallWriter
 from flexgen_h2o.evaluation.scoring import ContinuationScores, score_continuations
 from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.policy import DEFAULT_SINKS, Policy
+from flexgen_h2o.policy import DEFAULT_SINKS
+from flexgen_h2o.runtime import RunSizes
 
 PROMPT_LEN, CONTINUATION_LEN = 384, 128
 RECALL_SEED = 4242
@@ -39,8 +38,14 @@ def demo_heldout_set(llm: LLM, documents: int, recall_documents: int) -> Heldout
     if llm.tokenizer is None or leading_id is None:
         raise UsageError(f"{llm.config.name} has no tokenizer or no leading token, which recall documents need")
     text = heldout_tokens()
+    length = PROMPT_LEN + CONTINUATION_LEN
+    if llm.config.max_position_embeddings < length or llm.config.vocab_size <= int(text.max()):
+        raise UsageError(
+            f"--model {llm.config.name} has a context of {llm.config.max_position_embeddings} and a vocabulary of"
+            f" {llm.config.vocab_size}; the demo model's held-out set needs {length} and {int(text.max()) + 1}"
+        )
     writer = RecallWriter(llm.tokenizer, text, leading_id, RECALL_SEED)
-    windows = text_windows(text, documents, PROMPT_LEN + CONTINUATION_LEN, leading_id)
+    windows = text_windows(text, documents, length, leading_id)
     return HeldoutSet(windows, {kind: writer.write(kind, recall_documents, PROMPT_LEN) for kind in KINDS})
 
 
@@ -98,8 +103,6 @@ def _row(llm: LLM, budget: float, rule: EvictionRule, heldout: HeldoutSet) -> di
 
 
 def _score(llm: LLM, rule: EvictionRule, documents: Tensor) -> ContinuationScores:
-    """Scores documents with an engine made for them."""
-    rows = len(documents)
-    engine = Engine(llm.config, llm.load(), rule, Policy(gpu_batch_size=rows), rows)
-    with torch.inference_mode():
-        return score_continuations(engine, documents, PROMPT_LEN)
+    """Scores documents in one block."""
+    engine = llm.load().engine(RunSizes(rule, len(documents), PROMPT_LEN))
+    return score_continuations(engine, documents, PROMPT_LEN)

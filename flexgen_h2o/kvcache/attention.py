@@ -5,45 +5,75 @@ import math
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kvcache.buffer import KVBuffer
+from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
 
-# Logits held at once in prefill: rows x heads x chunk x n. Large enough for efficient products, small enough that
+# Logits held at once in prefill: rows x heads x queries x n. Large enough for efficient products, small enough that
 # memory grows with n and never with its square.
-PREFILL_LOGITS = 4 * 1024 * 1024
+PREFILL_LOGITS = 1024 * 1024
+# Sequences are taken apart before their queries are cut in chunks smaller than this.
+LEAST_QUERIES = 64
 
 
 def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, first_columns: Tensor, sum_attention: bool
+    query: Tensor, key: Tensor, value: Tensor, padding: Padding, sum_attention: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention of a left-padded sub-batch, and what every column received.
 
-    Query rows are taken in chunks, so memory is O(chunk x n).
+    Sequences and queries are taken in chunks, so memory is O(chunk x n).
 
     Args:
         query, key, value: [rows, heads, n, head_dim]; queries already scaled.
-        first_columns: [rows] column of each row's first real token.
+        padding: where the rows' real tokens begin.
         sum_attention: whether to sum the softmax weights by column (H2O's score after prefill).
     Returns: attention's output [rows, heads, n, head_dim], finite also for pads; and [rows, heads, n] float32, the
         sum over the row's real queries of the weight on each column, or None.
     """
     rows, heads, n, _ = query.shape
-    key, value = key.contiguous(), value.contiguous()
-    output = torch.empty_like(value)
+    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     sums = torch.zeros(rows, heads, n, device=query.device) if sum_attention else None
-    chunk = max(1, min(n, PREFILL_LOGITS // (rows * heads * n)))
-    widest_pad = int(first_columns.max())
+    first_columns = padding.on(query.device)
+    # Tensors without memory need no chunks.
+    limit = rows * heads * n * n if query.is_meta else PREFILL_LOGITS
+    rows_at_once = min(rows, max(1, limit // (heads * n * min(n, LEAST_QUERIES))))
+    for start in range(0, rows, rows_at_once):
+        part = slice(start, start + rows_at_once)
+        _attend_rows(
+            query[part],
+            key[part].contiguous(),
+            value[part].contiguous(),
+            first_columns[part],
+            padding.widest,
+            max(1, min(n, limit // (rows_at_once * heads * n))),
+            output[part],
+            None if sums is None else sums[part],
+        )
+    return output, sums
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_columns: Tensor,
+    widest_pad: int,
+    chunk: int,
+    output: Tensor,
+    sums: Tensor | None,
+) -> None:
+    """prefill_attention for some rows, `chunk` queries at a time; fills `output` and adds to `sums`."""
+    n = query.shape[2]
     for start in range(0, n, chunk):
         stop = min(start + chunk, n)
         logits = (query[:, :, start:stop] @ key[:, :, :stop].transpose(2, 3)).float()
         _mask_chunk(logits, start, first_columns, widest_pad)
         weights = logits.softmax(dim=-1)  # [rows, heads, stop - start, stop]
         output[:, :, start:stop] = weights.to(value.dtype) @ value[:, :, :stop]
-        if sums is not None:
-            if start < widest_pad:
-                is_real = torch.arange(start, stop, device=query.device) >= first_columns[:, None]
-                weights = weights * is_real[:, None, :, None]
-            sums[:, :, :stop] += weights.sum(dim=2)
-    return output, sums
+        if sums is None:
+            continue
+        if start < widest_pad:
+            is_real = torch.arange(start, stop, device=query.device) >= first_columns[:, None]
+            weights = weights * is_real[:, None, :, None]
+        sums[:, :, :stop] += weights.sum(dim=2)
 
 
 def _mask_chunk(logits: Tensor, start: int, first_columns: Tensor, widest_pad: int) -> None:

@@ -10,7 +10,7 @@ over its rows, so attention reads no more than what some row has filled.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,28 +30,6 @@ class Region:
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys = keys
         self.values = values
-
-    @classmethod
-    def allocate(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> "Region":
-        """An empty region of [rows, heads, slots, head_dim].
-
-        Zeros, not merely allocated: a slot that one row has filled may be empty in another, where its value meets a
-        weight of 0, and 0 times whatever lay in memory might be NaN.
-        """
-        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def first_rows(self, rows: int) -> "Region":
-        """The same memory, seen as a region of `rows` rows."""
-        return Region(self.keys[:rows], self.values[:rows])
-
-    def clear(self) -> None:
-        """Sets everything to zero."""
-        self.keys.zero_()
-        self.values.zero_()
 
     def live(self, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` slots, [rows, heads, length, head_dim] each."""
@@ -79,6 +57,26 @@ class Region:
             stored.scatter_(2, index, torch.where(where[..., None], new, stored.gather(2, index)))
 
 
+class Padding:
+    """Where the real tokens of left-padded rows begin.
+
+    Args:
+        first_columns: [rows] int64 on the CPU, the column of each row's first real token.
+    """
+
+    def __init__(self, first_columns: Tensor):
+        self.rows = len(first_columns)
+        self.earliest = int(first_columns.min())
+        self.widest = int(first_columns.max())
+        self._on_device = {first_columns.device.type: first_columns}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The first columns, [rows] int64, on a device; copied there once."""
+        if device.type not in self._on_device:
+            self._on_device[device.type] = next(iter(self._on_device.values())).to(device)
+        return self._on_device[device.type]
+
+
 @dataclass(frozen=True)
 class UnitShape:
     """Sizes of one unit's buffer."""
@@ -102,9 +100,20 @@ class UnitShape:
         """Bytes of scores (float32) and columns (int32)."""
         return self.rows * self.heads * self.slots * 8
 
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of the whole buffer."""
+        return self.kv_bytes(itemsize) + self.state_bytes
+
 
 class KVBuffer:
-    """KV of one unit (one layer, one sub-batch), evicting by `rule`.
+    """KV of one unit (one layer, one sub-batch), evicting by `rule`, in one piece of memory.
+
+    Scores, columns, then keys and values of each region lie one behind the other, so that a unit moves between tiers
+    in one copy. reset() or resume() says for which rows it is used, and comes first.
+
+    Args:
+        shape: rows are the most that a sub-batch may have.
+        storage: [at least shape.nbytes] uint8, the memory.
 
     Attributes:
         heavy, ring: the two regions.
@@ -112,43 +121,36 @@ class KVBuffer:
         heavy_len, ring_len: live slots of each region.
     """
 
-    def __init__(self, shape: UnitShape, rule: EvictionRule, dtype: torch.dtype, device: torch.device):
+    def __init__(self, shape: UnitShape, rule: EvictionRule, dtype: torch.dtype, storage: Tensor):
+        self.shape = shape
         self.rule = rule
-        self._heavy = Region.allocate((shape.rows, shape.heads, shape.heavy, shape.head_dim), dtype, device)
-        self._ring = Region.allocate((shape.rows, shape.heads, shape.recent, shape.head_dim), dtype, device)
-        self._scores = torch.empty(shape.rows, shape.heads, shape.slots, device=device)
-        self._columns = torch.empty(shape.rows, shape.heads, shape.slots, dtype=torch.int32, device=device)
-        self.reset(torch.zeros(shape.rows, dtype=torch.int64))
+        self.dtype = dtype
+        self.storage = storage
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values at rest."""
-        return self._heavy.nbytes + self._ring.nbytes
+    def reset(self, padding: Padding) -> None:
+        """Empties the buffer for a new sub-batch; the arguments are those of `resume`."""
+        # Zeros, not merely empty slots: a slot that one row has filled may be empty in another, where its value meets
+        # a weight of 0, and 0 times whatever lay in memory might be NaN.
+        self.storage.zero_()
+        self.resume(padding, 0)
+        self.scores.fill_(EMPTY)
+        self.columns.fill_(-1)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of scores and columns."""
-        return self._scores.nbytes + self._columns.nbytes
-
-    def reset(self, first_columns: Tensor) -> None:
-        """Empties the buffer for a new sub-batch, of at most as many rows as it was made for.
-
-        Args:
-            first_columns: [rows] int64 on the CPU, the column of each row's first real token.
-        """
-        rows = len(first_columns)
-        # A slot that one row has filled may be empty in another, where its value meets a weight of 0. What an earlier
-        # block left there might be NaN, and 0 times NaN is NaN.
-        self._heavy.clear()
-        self._ring.clear()
-        self.heavy = self._heavy.first_rows(rows)
-        self.ring = self._ring.first_rows(rows)
-        self.scores = self._scores[:rows].fill_(EMPTY)
-        self.columns = self._columns[:rows].fill_(-1)
-        self.heavy_len = 0
-        self.ring_len = 0
-        self.first_columns = first_columns.to(self.scores.device)
-        self._earliest_column = int(first_columns.min())
+    def resume(self, padding: Padding, columns_seen: int) -> None:
+        """Takes the memory as that of a sub-batch that has seen `columns_seen` columns."""
+        shape = replace(self.shape, rows=padding.rows)
+        state = (shape.rows, shape.heads, shape.slots)
+        region = {part: (shape.rows, shape.heads, getattr(shape, part), shape.head_dim) for part in ("heavy", "recent")}
+        views = _carve(
+            self.storage,
+            (state, torch.float32),
+            (state, torch.int32),
+            *((region[part], self.dtype) for part in ("heavy", "heavy", "recent", "recent")),
+        )
+        self.scores, self.columns = views[:2]
+        self.heavy, self.ring = Region(*views[2:4]), Region(*views[4:])
+        self.padding = padding
+        self._update_lengths(columns_seen)
 
     def fill(self, keys: Tensor, values: Tensor, attention_sums: Tensor | None) -> None:
         """Takes what prefill computed: the last columns into the ring, the best of the others into heavy.
@@ -160,7 +162,7 @@ class KVBuffer:
         """
         rows, heads, n, _ = keys.shape
         columns = torch.arange(n, device=keys.device)
-        positions = columns - self.first_columns[:, None]  # [rows, n]
+        positions = columns - self.padding.on(keys.device)[:, None]  # [rows, n]
         scores = self.rule.initial_scores(positions, attention_sums).expand(rows, heads, n)
         scores = scores.masked_fill(positions[:, None] < 0, EMPTY)
         before = max(0, n - self.rule.recent)  # columns that come before the ring's
@@ -179,9 +181,9 @@ class KVBuffer:
         slot = column % self.rule.recent
         if self.rule.heavy and column >= self.rule.recent:
             self._move_to_heavy(slot)
-        positions = column - self.first_columns[:, None]  # [rows, 1]
+        positions = column - self.padding.on(keys.device)[:, None]  # [rows, 1]
         scores = self.rule.initial_scores(positions, None).expand(keys.shape[:3])
-        self._fill_ring(torch.tensor([column], device=keys.device), keys, values, scores)
+        self._fill_ring(torch.full((1,), column, device=keys.device), keys, values, scores)
         self._update_lengths(column + 1)
 
     def live_scores(self) -> Tensor:
@@ -245,5 +247,17 @@ class KVBuffer:
 
     def _update_lengths(self, columns_seen: int) -> None:
         self.ring_len = min(self.rule.recent, columns_seen)
-        left_the_ring = columns_seen - self.rule.recent - self._earliest_column
+        self.columns_seen = columns_seen
+        left_the_ring = columns_seen - self.rule.recent - self.padding.earliest
         self.heavy_len = min(self.rule.heavy, max(0, left_the_ring))
+
+
+def _carve(storage: Tensor, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    """Cuts memory into tensors of the given shapes and types, one behind the other."""
+    views = []
+    start = 0
+    for shape, dtype in parts:
+        stop = start + math.prod(shape) * dtype.itemsize
+        views.append(storage[start:stop].view(dtype).view(shape))
+        start = stop
+    return views

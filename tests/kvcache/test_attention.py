@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexgen_h2o.kvcache import attention
 from flexgen_h2o.kvcache.attention import decode_attention, prefill_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, UnitShape
+from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Sink
 
 ROWS, HEADS, HEAD_DIM = 3, 2, 8
@@ -59,7 +59,7 @@ def test_chunks_of_any_size_equal_the_dense_matrix(
 ) -> None:
     monkeypatch.setattr(attention, "PREFILL_LOGITS", chunk * ROWS * HEADS * N)
     query, key, value = random_qkv(N, scale=2.0)
-    output, sums = prefill_attention(query, key, value, torch.tensor(firsts), sum_attention=True)
+    output, sums = prefill_attention(query, key, value, Padding(torch.tensor(firsts)), sum_attention=True)
     expected_output, expected_sums = dense_attention(query, key, value, firsts)
     assert sums is not None and sums.dtype == torch.float32
     assert largest_difference(real_part(output, firsts), expected_output) < 1e-5
@@ -71,9 +71,9 @@ def test_chunks_of_any_size_equal_the_dense_matrix(
 def test_without_sums_the_output_is_the_same() -> None:
     query, key, value = random_qkv(N)
     firsts = torch.tensor(FIRSTS)
-    output, sums = prefill_attention(query, key, value, firsts, sum_attention=False)
+    output, sums = prefill_attention(query, key, value, Padding(firsts), sum_attention=False)
     assert sums is None
-    assert torch.equal(output, prefill_attention(query, key, value, firsts, sum_attention=True)[0])
+    assert torch.equal(output, prefill_attention(query, key, value, Padding(firsts), sum_attention=True)[0])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, N])
@@ -85,7 +85,7 @@ def test_what_pads_hold_changes_nothing(monkeypatch: pytest.MonkeyPatch, chunk: 
         noise = random_qkv(N, seed=seed, scale=5.0)
         is_pad = (torch.arange(N) < torch.tensor(FIRSTS)[:, None])[:, None, :, None]
         padded = [torch.where(is_pad, junk, tensor) for tensor, junk in zip(tensors, noise, strict=True)]
-        output, sums = prefill_attention(*padded, torch.tensor(FIRSTS), sum_attention=True)
+        output, sums = prefill_attention(*padded, Padding(torch.tensor(FIRSTS)), sum_attention=True)
         results.append((real_part(output, FIRSTS), sums))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -99,7 +99,7 @@ def test_pads_stay_finite_and_each_real_query_gives_1(
     """A pad query that is masked altogether would be NaN; one that counts would add 1 to the sum."""
     monkeypatch.setattr(attention, "PREFILL_LOGITS", chunk * ROWS * HEADS * N)
     query, key, value = (tensor.to(dtype) for tensor in random_qkv(N, scale=3.0))
-    output, sums = prefill_attention(query, key, value, torch.tensor(FIRSTS), sum_attention=True)
+    output, sums = prefill_attention(query, key, value, Padding(torch.tensor(FIRSTS)), sum_attention=True)
     assert output.dtype == dtype and output.isfinite().all()
     real_queries = N - torch.tensor(FIRSTS)[:, None].float().expand(ROWS, HEADS)
     assert largest_difference(sums.sum(dim=-1), real_queries) < 1e-4
@@ -109,7 +109,7 @@ def test_pads_stay_finite_and_each_real_query_gives_1(
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.004)], ids=str)
 def test_half_precision_is_near_the_dense_matrix(dtype: torch.dtype, bound: float) -> None:
     query, key, value = (tensor.to(dtype) for tensor in random_qkv(N))
-    output, sums = prefill_attention(query, key, value, torch.tensor(FIRSTS), sum_attention=True)
+    output, sums = prefill_attention(query, key, value, Padding(torch.tensor(FIRSTS)), sum_attention=True)
     expected_output, expected_sums = dense_attention(query, key, value, FIRSTS)
     assert largest_difference(real_part(output, FIRSTS), expected_output) < bound
     assert largest_difference(sums, expected_sums) < bound
@@ -118,7 +118,7 @@ def test_half_precision_is_near_the_dense_matrix(dtype: torch.dtype, bound: floa
 def test_sums_rank_2048_columns_like_double_precision() -> None:
     n = 2048
     query, key, value = random_qkv(n, rows=1)
-    _, sums = prefill_attention(query, key, value, torch.tensor([100]), sum_attention=True)
+    _, sums = prefill_attention(query, key, value, Padding(torch.tensor([100])), sum_attention=True)
     _, exact = dense_attention(query, key, value, [100])
     order = exact.argsort(dim=-1)
     gaps = exact.gather(-1, order).diff(dim=-1)
@@ -130,11 +130,13 @@ def test_sums_rank_2048_columns_like_double_precision() -> None:
 def test_memory_grows_with_the_prompt_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     n, limit = 3000, 100_000
     query, key, value = random_qkv(n, rows=1)
-    expected, _ = prefill_attention(query[:, :, :50], key[:, :, :50], value[:, :, :50], torch.tensor([0]), False)
+    expected, _ = prefill_attention(
+        query[:, :, :50], key[:, :, :50], value[:, :, :50], Padding(torch.tensor([0])), False
+    )
     monkeypatch.setattr(attention, "PREFILL_LOGITS", limit)
     largest = LargestTensor()
     with largest:
-        output, _ = prefill_attention(query, key, value, torch.tensor([0]), sum_attention=True)
+        output, _ = prefill_attention(query, key, value, Padding(torch.tensor([0])), sum_attention=True)
     assert largest.elements <= limit
     assert largest_difference(output[:, :, :50], expected) < 1e-5
 
@@ -157,8 +159,8 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 
 def filled_buffer(rule: EvictionRule, firsts: list[int], n: int, dtype: torch.dtype = torch.float32) -> KVBuffer:
     shape = UnitShape(len(firsts), HEADS, HEAD_DIM, rule.heavy, rule.recent)
-    buffer = KVBuffer(shape, rule, dtype, torch.device("cpu"))
-    buffer.reset(torch.tensor(firsts))
+    buffer = KVBuffer(shape, rule, dtype, torch.zeros(shape.nbytes(dtype.itemsize), dtype=torch.uint8))
+    buffer.reset(Padding(torch.tensor(firsts)))
     _, key, value = (tensor.to(dtype) for tensor in random_qkv(n, len(firsts)))
     positions = torch.arange(n) - torch.tensor(firsts)[:, None]
     sums = torch.rand(len(firsts), HEADS, n, generator=torch.Generator().manual_seed(1))

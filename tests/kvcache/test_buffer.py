@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexgen_h2o.kvcache.buffer import KVBuffer, UnitShape
+from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink
 
 EMPTY = -math.inf
@@ -22,8 +22,8 @@ def make_buffer(
     rule: EvictionRule, first_columns: list[int], heads: int = 1, dtype: torch.dtype = torch.float32
 ) -> KVBuffer:
     shape = UnitShape(len(first_columns), heads, HEAD_DIM, rule.heavy, rule.recent)
-    buffer = KVBuffer(shape, rule, dtype, torch.device("cpu"))
-    buffer.reset(torch.tensor(first_columns))
+    buffer = KVBuffer(shape, rule, dtype, torch.zeros(shape.nbytes(dtype.itemsize), dtype=torch.uint8))
+    buffer.reset(Padding(torch.tensor(first_columns)))
     return buffer
 
 
@@ -160,19 +160,24 @@ def test_dead_slots_gain_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bytes_are_counted_and_allocated_alike(dtype: torch.dtype) -> None:
     shape = UnitShape(rows=2, heads=3, head_dim=5, heavy=4, recent=7)
-    buffer = KVBuffer(shape, H2O(4, 7), dtype, torch.device("cpu"))
     assert shape.slots == 11
-    assert buffer.kv_bytes == shape.kv_bytes(dtype.itemsize) == 2 * 3 * 11 * 5 * 2 * dtype.itemsize
-    assert buffer.state_bytes == shape.state_bytes == 2 * 3 * 11 * (4 + 4)
+    assert shape.kv_bytes(dtype.itemsize) == 2 * 3 * 11 * 5 * 2 * dtype.itemsize
+    assert shape.state_bytes == 2 * 3 * 11 * (4 + 4)
+    storage = torch.zeros(shape.nbytes(dtype.itemsize), dtype=torch.uint8)
+    buffer = KVBuffer(shape, H2O(4, 7), dtype, storage)
+    buffer.reset(Padding(torch.zeros(2, dtype=torch.int64)))
+    parts = [buffer.scores, buffer.columns, *(t for r in (buffer.heavy, buffer.ring) for t in (r.keys, r.values))]
+    assert sum(part.nbytes for part in parts) == storage.nbytes
+    assert {part.untyped_storage().data_ptr() for part in parts} == {storage.untyped_storage().data_ptr()}
     assert buffer.scores.dtype == torch.float32 and buffer.columns.dtype == torch.int32
 
 
 def test_reset_with_fewer_rows_uses_the_same_memory() -> None:
     buffer = make_buffer(H2O(2, 3), [0, 0, 0])
     whole = buffer.ring.keys
-    buffer.reset(torch.tensor([1]))
+    buffer.reset(Padding(torch.tensor([1])))
     assert buffer.ring.keys.shape[0] == buffer.scores.shape[0] == buffer.columns.shape[0] == 1
-    assert buffer.ring.keys.data_ptr() == whole.data_ptr()
+    assert buffer.ring.keys.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert (buffer.scores == EMPTY).all() and (buffer.columns == -1).all()
     assert (buffer.heavy_len, buffer.ring_len) == (0, 0)
 

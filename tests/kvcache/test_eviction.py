@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PEAKED, ForcedTokens, TinyOpt, random_forced, random_ids, run_block
+from helpers import PEAKED, ForcedTokens, TinyOpt, buffers, random_forced, random_ids, run_block
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import ReferenceRule, reference_trace
@@ -22,6 +22,8 @@ from flexgen_h2o.policy import Policy
 EMPTY = -math.inf
 
 # --- choose_heavy ---
+
+CPU = torch.device("cpu")
 
 
 def chosen(scores: list[float], heavy: int) -> list[int]:
@@ -101,7 +103,7 @@ class Tracing(ForcedTokens):
         self.lengths: list[list[tuple[int, int]]] = []
 
     def finished(self) -> bool:
-        layers = self.engine.kv
+        layers = buffers(self.engine)
         by_layer = [[row for unit in layer for row in unit_rows(unit)] for layer in layers]
         self.steps.append([list(row) for row in zip(*by_layer, strict=True)])
         self.lengths.append([(unit.heavy_len, unit.ring_len) for unit in layers[-1]])
@@ -111,7 +113,7 @@ class Tracing(ForcedTokens):
 def unit_rows(unit: KVBuffer) -> list[list[dict[str, Any]]]:
     """What a unit holds, as [row][head]. Columns count from the row's first real token."""
     rows = []
-    for first, columns, scores in zip(unit.first_columns, unit.columns, unit.scores, strict=True):
+    for first, columns, scores in zip(unit.padding.on(CPU), unit.columns, unit.scores, strict=True):
         heads = zip(columns.tolist(), scores.tolist(), strict=True)
         rows.append([head_snapshot(unit.rule, int(first), *head) for head in heads])
     return rows

@@ -1,0 +1,149 @@
+"""Hidden states of a block in prefill, at their homes between layers. (In decode they are small and stay in place.)"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.disk import RunFolder
+from flexgen_h2o.extents import Extent, whole_pages
+from flexgen_h2o.placement import Tier
+from flexgen_h2o.tiers import Stored, Tiers
+from flexgen_h2o.transfer import Ticket, Transfer
+
+LEDGER_LINE = "hidden states"
+
+
+@dataclass
+class Place:
+    """One group's hidden states, [rows, n, hidden_size].
+
+    Attributes:
+        home: memory of the most they may take, where compute cannot reach it; extent: the same on disk.
+        on_device: they themselves, where compute can use them.
+        stored: done when they are at home.
+    """
+
+    home: Stored | None = None
+    extent: Extent | None = None
+    on_device: Tensor | None = None
+    shape: torch.Size = torch.Size()
+    loaded: Ticket = field(default_factory=Ticket)
+    stored: Ticket = field(default_factory=Ticket)
+
+
+class HiddenStore:
+    """Hidden states of all groups.
+
+    Args:
+        homes: the tier of each prefill group's.
+        elements: the most that each may have.
+    """
+
+    def __init__(
+        self,
+        homes: Sequence[Tier],
+        elements: Sequence[int],
+        dtype: torch.dtype,
+        tiers: Tiers,
+        transfer: Transfer,
+        run_folder: RunFolder | None,
+    ):
+        self._dtype = dtype
+        self._tiers = tiers
+        self._transfer = transfer
+        self._homes: list[Stored] = []
+        self._places: list[Place] = []
+        self._disk_bytes = 0
+        try:
+            self._make_places(homes, elements, run_folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_places(self, homes: Sequence[Tier], elements: Sequence[int], run_folder: RunFolder | None) -> None:
+        sizes = [
+            whole_pages(count * self._dtype.itemsize) if tier == "disk" else 0
+            for tier, count in zip(homes, elements, strict=True)
+        ]
+        self._tiers.ledger.charge("disk", LEDGER_LINE, sum(sizes))
+        self._disk_bytes = sum(sizes)
+        file = Extent(Path(), 0, self._disk_bytes)
+        if run_folder is not None and self._disk_bytes:
+            file = run_folder.reserve("hidden", self._disk_bytes)
+        for tier, count, extent in zip(homes, elements, file.cut(sizes), strict=True):
+            self._places.append(self._make_place(tier, count, extent))
+
+    def _make_place(self, tier: Tier, elements: int, extent: Extent) -> Place:
+        if tier == "disk":
+            return Place(extent=extent)
+        if tier in self._tiers.reachable:
+            # What compute returns stays where it is; it is counted as if it had been allocated here.
+            self._tiers.ledger.charge(tier, LEDGER_LINE, elements * self._dtype.itemsize)
+            self._homes.append(Stored(LEDGER_LINE, tier, (elements,), self._dtype))
+            return Place()
+        home = self._tiers.allocate(tier, LEDGER_LINE, (elements,), self._dtype, LEDGER_LINE, pin=True)
+        self._homes.append(home)
+        return Place(home=home)
+
+    def put(self, group: int, hidden: Tensor) -> None:
+        """Keeps what was computed, on the device until store() is called."""
+        self._places[group].on_device = hidden
+
+    def get(self, group: int) -> Tensor:
+        """What was last put or loaded, on the device."""
+        place = self._places[group]
+        place.loaded.wait()
+        if place.on_device is None:
+            raise RuntimeError(f"hidden states of group {group} are not on the device")
+        return place.on_device
+
+    def store(self, group: int) -> None:
+        """Starts to bring a group's hidden states home, and lets go of them on the device."""
+        place, source = self._places[group], self.get(group)
+        if place.home is None and place.extent is None:
+            return
+        place.shape, place.on_device = source.shape, None
+        source = source.contiguous()
+        after = [self._transfer.used(), place.stored]
+        transfer = self._transfer
+        if place.home is not None:
+            target = self._view(place.home, place.shape)
+            place.stored = transfer.submit("d2h", lambda: transfer.copy("d2h", target, source), after)
+        else:
+            extent = self._extent(place)
+            place.stored = transfer.submit("disk_write", lambda: transfer.write(extent, source), after)
+
+    def load(self, group: int) -> None:
+        """Starts to bring a group's hidden states to the device."""
+        place = self._places[group]
+        if place.on_device is not None:
+            return
+        target = torch.empty(place.shape, dtype=self._dtype, device=self._tiers.device)
+        place.on_device = target
+        after = [self._transfer.used(), place.stored]
+        transfer = self._transfer
+        if place.home is not None:
+            source = self._view(place.home, place.shape)
+            place.loaded = transfer.submit("h2d", lambda: transfer.copy("h2d", target, source), after)
+        else:
+            extent = self._extent(place)
+            place.loaded = transfer.submit("disk_read", lambda: transfer.read(target, extent), after)
+
+    def close(self) -> None:
+        """Gives all bytes back."""
+        for home in self._homes:
+            self._tiers.release(home, LEDGER_LINE)
+        self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
+        self._homes, self._places, self._disk_bytes = [], [], 0
+
+    def _view(self, home: Stored, shape: torch.Size) -> Tensor:
+        assert home.tensor is not None
+        return home.tensor[: prod(shape)].view(shape)
+
+    def _extent(self, place: Place) -> Extent:
+        assert place.extent is not None
+        return place.extent.part(slice(0, prod(place.shape) * self._dtype.itemsize))

@@ -1,0 +1,288 @@
+"""The KV of a whole block: every unit at its home, brought to compute and put back.
+
+A unit whose home compute can reach is used where it lies. Any other is loaded into one of a few working buffers on the
+device, one more than the look-ahead. What goes back after a decode step is small: the new token's key and value, with
+which the home repeats the overwriting that compute has done, and the scores. Units on disk are written whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.disk import RunFolder
+from flexgen_h2o.extents import Extent, whole_pages
+from flexgen_h2o.kvcache.attention import decode_attention
+from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
+from flexgen_h2o.kvcache.eviction import EvictionRule
+from flexgen_h2o.placement import Tier
+from flexgen_h2o.tiers import Stored, Tiers
+from flexgen_h2o.transfer import Ticket, Transfer
+
+LEDGER_LINE = "KV cache"
+WORKING_LINE = "KV working buffers"
+
+
+@dataclass
+class Unit:
+    """One unit at home.
+
+    Attributes:
+        buffer: its memory, where the home is in memory.
+        extent: its place in a file, where the home is on disk.
+        columns_seen: columns that have entered it.
+        stored: done when the home holds what compute has last done to it.
+    """
+
+    tier: Tier
+    buffer: KVBuffer | None = None
+    extent: Extent | None = None
+    columns_seen: int = 0
+    stored: Ticket = field(default_factory=Ticket)
+
+
+@dataclass
+class WorkingBuffer:
+    """A buffer on the device that units are loaded into, one after the other."""
+
+    buffer: KVBuffer
+    loaded: Ticket = field(default_factory=Ticket)
+    free: list[Ticket] = field(default_factory=list)  # when all of these are done, it may be overwritten
+
+
+class KVCache:
+    """All units of a block.
+
+    Args:
+        shapes: the units of one layer; all layers are alike.
+        homes: the tier of each unit, by layer and sub-batch.
+        look_ahead: units that are loaded ahead of the one in use.
+        attend_at_home: compute attention of units in host memory there, on the CPU, rather than load them.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[UnitShape],
+        homes: Sequence[Sequence[Tier]],
+        rule: EvictionRule,
+        dtype: torch.dtype,
+        tiers: Tiers,
+        transfer: Transfer,
+        run_folder: RunFolder | None,
+        look_ahead: int,
+        attend_at_home: bool = False,
+    ):
+        self.rule = rule
+        self._shapes = shapes
+        self._dtype = dtype
+        self._tiers = tiers
+        self._transfer = transfer
+        self._attend_at_home = attend_at_home
+        self._allocated: list[tuple[Stored, str]] = []
+        self._disk_bytes = 0
+        self._padding: list[Padding] = []
+        self.units: list[list[Unit]] = []
+        self._working: list[WorkingBuffer] = []
+        try:
+            self._make_homes(homes, run_folder)
+            needs_working = any(not self._in_reach(unit) for layer in self.units for unit in layer)
+            self._working = [self._make_working() for _ in range(look_ahead + 1)] if needs_working else []
+        except BaseException:
+            self.close()
+            raise
+        self._in_use: dict[tuple[int, int], WorkingBuffer] = {}
+        self._turn = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values at home; scores and columns apart."""
+        return len(self.units) * sum(shape.kv_bytes(self._dtype.itemsize) for shape in self._shapes)
+
+    def begin(self, paddings: Sequence[Padding]) -> None:
+        """Starts a new block, with the padding of each of its units; there may be fewer than the cache was made for."""
+        self._padding = list(paddings)
+        self._in_use = {}
+
+    def attends_at_home(self, layer: int, unit: int) -> bool:
+        """Whether decode attention of this unit runs on the CPU, beside its KV."""
+        here = self.units[layer][unit]
+        return self._attend_at_home and here.tier == "cpu" and not self._in_reach(here)
+
+    def load(self, layer: int, unit: int) -> None:
+        """Starts to bring a unit to the device, if it has to be brought."""
+        here = self.units[layer][unit]
+        if self._in_reach(here) or self.attends_at_home(layer, unit):
+            return
+        working = self._next_working(layer, unit)
+        after = [here.stored, *working.free]
+        working.buffer.resume(self._padding[unit], here.columns_seen)
+        target = self._unit_storage(working, unit)
+        if here.buffer is not None:
+            source = here.buffer.storage
+            working.loaded = self._transfer.submit("h2d", lambda: self._transfer.copy("h2d", target, source), after)
+        else:
+            extent = here.extent
+            assert extent is not None
+            working.loaded = self._transfer.submit("disk_read", lambda: self._transfer.read(target, extent), after)
+
+    def empty(self, layer: int, unit: int) -> KVBuffer:
+        """An empty buffer on the device, for prefill to fill with this unit's KV."""
+        here = self.units[layer][unit]
+        here.columns_seen = 0
+        if self._in_reach(here):
+            assert here.buffer is not None
+            buffer = here.buffer
+        else:
+            working = self._next_working(layer, unit)
+            for ticket in working.free:
+                ticket.wait()
+            working.loaded = Ticket()
+            buffer = working.buffer
+        buffer.reset(self._padding[unit])
+        return buffer
+
+    def buffer(self, layer: int, unit: int) -> KVBuffer:
+        """A unit's KV on the device, loaded."""
+        here = self.units[layer][unit]
+        if self._in_reach(here):
+            assert here.buffer is not None
+            return here.buffer
+        working = self._in_use[layer, unit]
+        working.loaded.wait()
+        return working.buffer
+
+    def store_filled(self, layer: int, unit: int) -> None:
+        """Starts to put back a unit that prefill has filled."""
+        here = self.units[layer][unit]
+        buffer = self.buffer(layer, unit)
+        here.columns_seen = buffer.columns_seen
+        if not self._in_reach(here):
+            self._store_whole(layer, unit)
+
+    def store_step(self, layer: int, unit: int, keys: Tensor, values: Tensor) -> None:
+        """Starts to put back what a decode step has changed: its token's [rows, heads, 1, head_dim] keys and values.
+
+        The home repeats what compute did with them; then it takes over the scores.
+        """
+        here = self.units[layer][unit]
+        column = here.columns_seen
+        here.columns_seen += 1
+        if self._in_reach(here):
+            return
+        if here.buffer is None:
+            self._store_whole(layer, unit)
+            return
+        working = self._in_use.pop((layer, unit))
+        home, scores, padding, before = here.buffer, working.buffer.scores, self._padding[unit], here.stored
+
+        def repeat() -> None:
+            before.wait_on_host()
+            host_keys, host_values, host_scores = (self._to_host(tensor) for tensor in (keys, values, scores))
+            home.resume(padding, column)
+            home.append(host_keys, host_values, column)
+            home.scores.copy_(host_scores)
+
+        here.stored = self._transfer.submit("d2h", repeat, [self._transfer.used(), before])
+        working.free = [here.stored, self._transfer.used()]
+
+    def attend_at_home(
+        self, layer: int, unit: int, query: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Ticket]:
+        """Decode attention of a unit on the CPU; the arguments are [rows, heads, 1, head_dim] on the device.
+
+        Returns: the output there, of the same shape, and the ticket that says when it is.
+        """
+        here = self.units[layer][unit]
+        home, padding, column, before = here.buffer, self._padding[unit], here.columns_seen, here.stored
+        assert home is not None
+        here.columns_seen += 1
+        output = torch.empty_like(query)
+
+        def attend() -> None:
+            before.wait_on_host()
+            host_query, host_keys, host_values = (self._to_host(tensor) for tensor in (query, keys, values))
+            home.resume(padding, column)
+            home.append(host_keys, host_values, column)
+            self._transfer.copy("h2d", output, decode_attention(host_query, home))
+
+        here.stored = self._transfer.submit("host", attend, [self._transfer.used(), before])
+        return output, here.stored
+
+    def close(self) -> None:
+        """Gives all bytes back."""
+        for stored, line in self._allocated:
+            self._tiers.release(stored, line)
+        self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
+        self._allocated, self.units, self._working, self._in_use, self._disk_bytes = [], [], [], {}, 0
+
+    def _store_whole(self, layer: int, unit: int) -> None:
+        here = self.units[layer][unit]
+        working = self._in_use.pop((layer, unit))
+        source, extent = self._unit_storage(working, unit), here.extent
+        after = [self._transfer.used(), here.stored]
+        if here.buffer is not None:
+            target = here.buffer.storage
+            here.stored = self._transfer.submit("d2h", lambda: self._transfer.copy("d2h", target, source), after)
+        else:
+            assert extent is not None
+            here.stored = self._transfer.submit("disk_write", lambda: self._transfer.write(extent, source), after)
+        working.free = [here.stored]
+
+    def _unit_storage(self, working: WorkingBuffer, unit: int) -> Tensor:
+        """The part of a working buffer's memory that a unit takes; the last unit may be smaller than the others."""
+        return working.buffer.storage[: self._shapes[unit].nbytes(self._dtype.itemsize)]
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._tiers.memory_device("cpu"))
+        self._transfer.copy("d2h", host, tensor)
+        return host
+
+    def _in_reach(self, unit: Unit) -> bool:
+        return unit.tier in self._tiers.reachable
+
+    def _next_working(self, layer: int, unit: int) -> WorkingBuffer:
+        working = self._working[self._turn % len(self._working)]
+        self._turn += 1
+        self._in_use[layer, unit] = working
+        return working
+
+    def _make_homes(self, homes: Sequence[Sequence[Tier]], run_folder: RunFolder | None) -> None:
+        sizes = [whole_pages(shape.nbytes(self._dtype.itemsize)) for shape in self._shapes]
+        on_disk = sum(size for layer in homes for size, tier in zip(sizes, layer, strict=True) if tier == "disk")
+        self._tiers.ledger.charge("disk", LEDGER_LINE, on_disk)
+        self._disk_bytes = on_disk
+        file = Extent(Path(), 0, on_disk)
+        if run_folder is not None and on_disk:
+            file = run_folder.reserve("kv", on_disk)
+        extents = file.cut(size for layer in homes for size, tier in zip(sizes, layer, strict=True) if tier == "disk")
+        self.units = [self._make_layer(layer, extents) for layer in homes]
+
+    def _make_layer(self, homes: Sequence[Tier], extents: Iterator[Extent]) -> list[Unit]:
+        """The units of one layer. Those on one tier in memory lie in one piece."""
+        sizes = [shape.nbytes(self._dtype.itemsize) for shape in self._shapes]
+        pieces = {
+            tier: self._allocate(
+                tier, sum(size for size, home in zip(sizes, homes, strict=True) if home == tier), LEDGER_LINE
+            )
+            for tier in set(homes) - {"disk"}
+        }
+        units = []
+        for shape, tier, size in zip(self._shapes, homes, sizes, strict=True):
+            if tier == "disk":
+                units.append(Unit(tier, extent=next(extents).part(slice(0, size))))
+            else:
+                storage, pieces[tier] = pieces[tier][:size], pieces[tier][size:]
+                units.append(Unit(tier, KVBuffer(shape, self.rule, self._dtype, storage)))
+        return units
+
+    def _make_working(self) -> WorkingBuffer:
+        largest = max(self._shapes, key=lambda shape: shape.rows)
+        storage = self._allocate("gpu", largest.nbytes(self._dtype.itemsize), WORKING_LINE)
+        return WorkingBuffer(KVBuffer(largest, self.rule, self._dtype, storage))
+
+    def _allocate(self, tier: Tier, nbytes: int, line: str) -> Tensor:
+        stored = self._tiers.allocate(tier, line, (nbytes,), torch.uint8, line, pin=True)
+        self._allocated.append((stored, line))
+        return stored.resident(frozenset((tier,)))

@@ -1,0 +1,82 @@
+"""What a run has to run on: device, precision, memory budgets, folders."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.machine import usable_memory
+from flexgen_h2o.placement import Tier
+from flexgen_h2o.tiers import GB
+from flexgen_h2o.transfer import Transfer
+
+DEVICES = ("auto", "cuda", "cpu", "meta")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_GB = 10**9
+DEFAULT_OFFLOAD_DIR = "~/flexgen_h2o_offload"
+DEFAULT_WEIGHT_CACHE = "~/.cache/flexgen_h2o"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a run has to run on.
+
+    Attributes:
+        device: where compute happens: cuda, cpu, or meta for a dry run.
+        budgets: bytes that each tier may hold; None for no limit. With `joint`, gpu and cpu share that of cpu.
+        joint: the gpu and cpu tiers are one memory: so without a GPU.
+        offload_dir: where the files of a run go.
+        make_transfer: overrides the back-end that goes with the device.
+    """
+
+    device: torch.device
+    budgets: dict[Tier, int | None] = field(default_factory=dict)
+    joint: bool = True
+    offload_dir: Path | None = None
+    make_transfer: Callable[[], Transfer] | None = None
+
+
+def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None]) -> list[str]:
+    """What is wrong with the names of device and precision, and with budgets in GB by tier; a sentence each."""
+    found = []
+    for tier, budget in budgets.items():
+        if budget is not None and not 0 <= budget <= MOST_GB:
+            found.append(f"--{tier}-mem is {budget}; it must be a number of GB between 0 and {MOST_GB}")
+    if device not in DEVICES:
+        found.append(f"--device {device!r} is unknown; known ones: {', '.join(DEVICES)}")
+    elif device == "cuda" and not torch.cuda.is_available():
+        found.append("--device 'cuda': torch finds no GPU here; use --device cpu, or --device meta for a dry run")
+    if dtype not in ("auto", *DTYPES):
+        found.append(f"--dtype {dtype!r} is unknown; known ones: auto, {', '.join(DTYPES)}")
+    return found
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; "auto" is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """float16 on a GPU; on a CPU bfloat16 where the processor multiplies it, else float32."""
+    if device.type != "cpu":
+        return torch.float16
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    has_bfloat16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def tier_budgets(
+    device: torch.device, gpu_mem: float | None, cpu_mem: float | None, disk_mem: float | None
+) -> dict[Tier, int | None]:
+    """Bytes per tier: as given in GB, else what this machine can use. A dry run is bound by what is given alone."""
+    gpu, cpu, disk = (None if given is None else int(given * GB) for given in (gpu_mem, cpu_mem, disk_mem))
+    if device.type == "cpu":
+        cpu = usable_memory() if gpu is None and cpu is None else (gpu or 0) + (cpu or 0)
+        gpu = None
+    elif device.type == "cuda":
+        gpu = torch.cuda.mem_get_info(device)[1] if gpu is None else gpu
+        cpu = usable_memory() if cpu is None else cpu
+    return {"gpu": gpu, "cpu": cpu, "disk": disk}

@@ -1,0 +1,83 @@
+"""Before anything is loaded: does the run fit its budgets, and if not, what would."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.extents import free_disk_bytes
+from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.placement import TIERS, Percent, Tier
+from flexgen_h2o.platforms import Platform
+from flexgen_h2o.policy import Policy
+from flexgen_h2o.runtime import RunSizes, predict
+from flexgen_h2o.tiers import Ledger, gb
+
+# Placements to try when the one asked for does not fit, from fast to slow.
+LADDER = tuple(
+    Percent(weights_gpu, weights_memory - weights_gpu, *cache, *cache)
+    for weights_memory in (100, 75, 50, 25, 0)
+    for cache in ((100, 0), (0, 100), (0, 0))
+    for weights_gpu in (100, 75, 50, 25, 0)
+    if weights_gpu <= weights_memory
+)
+
+
+def check_fit(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:
+    """The predicted ledger. Raises UsageError with both numbers, and what would fit, if a tier's budget is exceeded."""
+    predicted = predict(config, dtype, policy, platform, sizes)
+    exceeded = [_excess(predicted, platform, tier) for tier in TIERS if _exceeds(predicted, platform, tier)]
+    if not exceeded:
+        return predicted
+    way_out = _way_out(config, dtype, policy, platform, sizes)
+    raise UsageError(f"{config.name} with --percent {policy.percent} needs {'; and '.join(exceeded)}. {way_out}")
+
+
+def _budget(platform: Platform, tier: Tier) -> int | None:
+    """What a tier may hold: as asked, and on disk never more than there is."""
+    budget = platform.budgets.get(tier)
+    if tier == "disk" and platform.offload_dir is not None and platform.device.type != "meta":
+        free = free_disk_bytes(platform.offload_dir)
+        return free if budget is None else min(budget, free)
+    return budget
+
+
+def _exceeds(predicted: Ledger, platform: Platform, tier: Tier) -> bool:
+    budget = _budget(platform, tier)
+    return budget is not None and predicted.peak(tier) > budget
+
+
+def _excess(predicted: Ledger, platform: Platform, tier: Tier) -> str:
+    name = "memory" if platform.joint and tier == "cpu" else f"{tier} memory" if tier != "disk" else "disk"
+    lines = sorted(predicted.account(tier).largest.items(), key=lambda line: -line[1])
+    parts = ", ".join(f"{line} {gb(size)}" for line, size in lines[:4])
+    return f"{gb(predicted.peak(tier))} of {name} ({parts}), where {gb(_budget(platform, tier) or 0)} can be used"
+
+
+def _way_out(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> str:
+    """A placement that fits, or else a block that fits with the placement that was asked for."""
+    for percent in LADDER:
+        if platform.joint and percent != _joint(percent):
+            continue
+        ledger = predict(config, dtype, replace(policy, percent=percent), platform, sizes)
+        if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
+            return f"--percent {percent} would fit"
+    for rows in _fewer(sizes.rows):
+        smaller = replace(policy, gpu_batch_size=rows, num_gpu_batches=1, decode_batch_size=None)
+        ledger = predict(config, dtype, smaller, platform, replace(sizes, rows=rows))
+        if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
+            return f"A block of {rows} rows (--gpu-batch-size {rows} --num-gpu-batches 1) would fit"
+    return "Take a smaller model, shorter texts, or a machine with more memory"
+
+
+def _joint(percent: Percent) -> Percent:
+    """The same placement where gpu and cpu are one memory."""
+    pairs = (percent.weights, percent.cache, percent.hidden)
+    return Percent(*(value for gpu, cpu, _ in pairs for value in (round(100 * (gpu + cpu)), 0)))
+
+
+def _fewer(rows: int) -> Iterator[int]:
+    while rows > 1:
+        rows //= 2
+        yield rows

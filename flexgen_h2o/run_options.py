@@ -1,0 +1,270 @@
+"""The flags of `python -m flexgen_h2o.run`: parsed, checked, every mistake reported at once."""
+
+import argparse
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.cli import Flags, Parser
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.placement import Percent
+from flexgen_h2o.policy import EVICTIONS, EvictionSpec, Policy
+
+# Flags of FlexGen and H2O that this version does not carry out.
+NOT_YET = {
+    "--compress-weight": "weights stay in 16 or 32 bit",
+    "--compress-cache": "the KV cache stays in 16 or 32 bit",
+    "--ring-16bit": "the KV cache stays in 16 or 32 bit",
+    "--policy": "sizes are given by flags",
+    "--hardware": "sizes are given by flags",
+    "--trace": "the report has the times of both phases",
+}
+DEFAULT_GEN_LEN = 32
+MOST_ROWS = 10**6
+MOST_GB = 10**9
+
+DESCRIPTION = "Generates text for a file of prompts, or for random prompts to measure speed."
+
+EPILOG = """Ratios are shares of the whole sequence, prompt + generated: 0.1 + 0.1 keeps 20 % of the full cache whatever
+the mix. (In H2O's own code they are shares of the prompt.) exit codes: 0 done; 1 failed while running, or a prompt
+could not be served and --strict was given; 2 unusable arguments, input or plan; 130 interrupted."""
+
+
+FLAGS = {
+    "model": {
+        "--model": "folder in Hugging Face format or name, e.g. opt-30b (default: the demo model)",
+        "--path": "folder in which a named model is looked for first",
+        "--dummy-weights": "random weights: for measuring speed",
+        "--device": "auto, cuda, cpu, or meta for a dry run that only counts bytes (default: auto)",
+        "--dtype": "auto, float32, bfloat16 or float16 (default: auto)",
+    },
+    "prompts and results": {
+        "--input": "FILE.jsonl, FILE.txt (a prompt a line) or - (JSON lines on standard input)",
+        "--output": "FILE.jsonl (default: standard output)",
+        "--strict": "exit 1 if any prompt could not be served",
+        "--json": "print the report as one JSON object, the last line",
+        "--prompt-len": "longest prompt in tokens (default: the longest of the input)",
+        "--gen-len": f"tokens to generate per prompt (default: {DEFAULT_GEN_LEN})",
+    },
+    "block": {
+        "--gpu-batch-size": "rows of a prefill sub-batch (default: 32)",
+        "--num-gpu-batches": "sub-batches of a block (default: 1)",
+        "--decode-batch-size": "rows computed together in decode (default: the block)",
+    },
+    "homes (GB are 2**30 bytes)": {
+        "--percent": "six numbers: per cent of weights on gpu and cpu, of cache likewise, of hidden states likewise;"
+        " the rest is on disk (default: 100 0 100 0 100 0)",
+        "--gpu-mem": "budget on the gpu; without a GPU it adds to --cpu-mem",
+        "--cpu-mem": "budget in host memory (default: what is usable)",
+        "--disk-mem": "budget on disk (default: what is free)",
+        "--offload-dir": "folder for KV and hidden states on disk (default: ~/flexgen_h2o_offload)",
+        "--overlap": "load ahead: true or false (default: true)",
+        "--pin-weight": "weights in pinned host memory (default: true)",
+        "--cpu-cache-compute": "attention beside KV in host memory (default: false)",
+    },
+    "KV cache": {
+        "--eviction": "h2o, full, local or sink (default: h2o)",
+        "--hh-ratio": "heavy hitters, as a share of prompt + generated (default: 0.1)",
+        "--recent-ratio": "recent entries, likewise (default: as --hh-ratio)",
+        "--hh-size": "heavy hitters, in entries",
+        "--recent-size": "recent entries, in entries",
+        "--sink-size": "first tokens kept by --eviction sink (default: 4)",
+    },
+    "sampling": {
+        "--do-sample": "sample instead of taking the likeliest token",
+        "--temperature": "default 1; 0 is greedy",
+        "--top-k": "only the k likeliest tokens (default: 0, all)",
+        "--top-p": "only the likeliest tokens that sum to p (default: 1)",
+        "--seed": "of sampling, dummy weights and random prompts (default: 0)",
+        "--stop": "string that ends a text; may be repeated",
+        "--stop-token-ids": "token ids that end a text",
+        "--ignore-eos": "go on after the end-of-text token",
+    },
+}
+GIVEN_OR_NOT: dict[str, Any] = {"action": "store_true"}
+TRUE_IF_BARE: dict[str, Any] = {"nargs": "?", "const": "true"}
+KINDS = {  # flags that do not take exactly one value
+    **dict.fromkeys(("--dummy-weights", "--strict", "--json", "--do-sample", "--ignore-eos"), GIVEN_OR_NOT),
+    **dict.fromkeys(("--overlap", "--pin-weight", "--cpu-cache-compute"), TRUE_IF_BARE),
+    "--percent": {"nargs": "+", "metavar": "N"},
+    "--stop-token-ids": {"nargs": "+", "metavar": "ID"},
+    "--stop": {"action": "append"},
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags. Values stay text here, so that every mistake in them can be reported at once."""
+    parser = Parser(prog="python -m flexgen_h2o.run", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag, text in flags.items():
+            group.add_argument(flag, help=text.replace("%", "%%"), **KINDS.get(flag, {}))
+    later = parser.add_argument_group("known, but not carried out by this version", " ".join(NOT_YET))
+    for flag in NOT_YET:
+        later.add_argument(flag, nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked flags."""
+
+    llm: dict[str, Any]  # arguments of LLM
+    params: dict[str, Any]  # arguments of SamplingParams
+    input: str | None
+    output: str | None
+    prompt_len: int | None
+    strict: bool
+    json: bool
+    gpu_only: tuple[str, ...]  # flags given that only matter beside a GPU
+    has_fixed_sizes: bool  # the KV buffer's size does not depend on the prompts
+
+
+def read_flags(argv: list[str]) -> Options:
+    """Parses and checks the command line. Raises UsageError with every mistake found in it."""
+    args, unknown = build_parser().parse_known_args(argv)
+    flags = Flags(args)
+    flags.problems += [f"{word} is not a flag of this command; see --help" for word in unknown]
+    for flag, instead in NOT_YET.items():
+        if flags.text(flag) is not None:
+            flags.problems.append(f"{flag} is not carried out by this version ({instead}); leave it out")
+    llm = _llm_arguments(args, flags)
+    params = _sampling_arguments(args, flags, llm["seed"])
+    _check_files(args, flags)
+    sizes = ("recent_size",) if llm["eviction"] in ("local", "sink") else ("hh_size", "recent_size")
+    options = Options(
+        llm=llm,
+        params=params,
+        input=args.input,
+        output=args.output,
+        prompt_len=llm["prompt_len"],
+        strict=args.strict,
+        json=args.json,
+        gpu_only=tuple(flag for flag in ("--pin-weight", "--cpu-cache-compute") if flags.given(flag)),
+        has_fixed_sizes=llm["eviction"] != "full" and all(llm[name] is not None for name in sizes),
+    )
+    if options.input == "-" and not (args.prompt_len or options.has_fixed_sizes):
+        instead = {"h2o": ", or --hh-size and --recent-size", "full": ""}.get(llm["eviction"], ", or --recent-size")
+        flags.problems.append(f"--input - can be read only once: give --prompt-len{instead}")
+    if args.path is not None and args.model is None:
+        flags.problems.append(f"--path {args.path} means nothing without a name for --model; leave it out")
+    _add_deeper_problems(options, flags)
+    if flags.problems:
+        raise UsageError(flags.problems)
+    return options
+
+
+def _llm_arguments(args: argparse.Namespace, flags: Flags) -> dict[str, Any]:
+    """What the model is made with; what was not given is left out where it has a default there."""
+    switches = {"overlap": True, "pin_weight": True, "cpu_cache_compute": False}
+    given = {
+        "gpu_batch_size": flags.whole("--gpu-batch-size", 1, MOST_ROWS),
+        "num_gpu_batches": flags.whole("--num-gpu-batches", 1, MOST_ROWS),
+        "decode_batch_size": flags.whole("--decode-batch-size", 1, MOST_ROWS),
+        "percent": _percent(flags, args.percent),
+        "offload_dir": args.offload_dir,
+        **{name: flags.switch("--" + name.replace("_", "-"), default) for name, default in switches.items()},
+    }
+    return {
+        "model": args.model,
+        "path": args.path,
+        "eviction": flags.choice("--eviction", EVICTIONS, "h2o"),
+        "hh_ratio": flags.ratio("--hh-ratio"),
+        "recent_ratio": flags.ratio("--recent-ratio"),
+        "hh_size": flags.whole("--hh-size", 0),
+        "recent_size": flags.whole("--recent-size", 1),
+        "sink_size": flags.whole("--sink-size", 1),
+        "prompt_len": flags.whole("--prompt-len", 1),
+        "dtype": flags.choice("--dtype", ("auto", "float32", "bfloat16", "float16"), "auto"),
+        "device": flags.choice("--device", ("auto", "cuda", "cpu", "meta"), "auto"),
+        **{f"{tier}_mem": flags.real(f"--{tier}-mem", most=MOST_GB) for tier in ("gpu", "cpu", "disk")},
+        "dummy_weights": args.dummy_weights,
+        "seed": flags.whole("--seed", 0, 2**63 - 1) or 0,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+
+
+def _percent(flags: Flags, given: list[str] | None) -> Percent | None:
+    """The six numbers of --percent."""
+    if given is None:
+        return None
+    if len(given) != 6:
+        flags.problems.append(f"--percent has {len(given)} numbers; it takes six, such as 20 80 0 100 0 100")
+        return None
+    values = [flags.real_number("--percent", text) for text in given]
+    return None if None in values else Percent(*(value for value in values if value is not None))
+
+
+def _sampling_arguments(args: argparse.Namespace, flags: Flags, seed: int) -> dict[str, Any]:
+    temperature = flags.real("--temperature")
+    for flag in ("--temperature", "--top-k", "--top-p"):
+        is_greedy = flag == "--temperature" and temperature == 0
+        if flags.given(flag) and not args.do_sample and not is_greedy:
+            flags.problems.append(f"{flag} means nothing without --do-sample; add it or leave {flag} out")
+    given = {
+        "max_new_tokens": flags.whole("--gen-len", 1) or DEFAULT_GEN_LEN,
+        "temperature": temperature,
+        "top_k": flags.whole("--top-k", 0),
+        "top_p": flags.real("--top-p"),
+    }
+    stop_ids = [flags.whole_number("--stop-token-ids", text, 0) for text in args.stop_token_ids or []]
+    return {
+        **{name: value for name, value in given.items() if value is not None},
+        "do_sample": args.do_sample,
+        "seed": seed,
+        "stop": tuple(args.stop or ()),
+        "stop_token_ids": tuple(token for token in stop_ids if token is not None),
+        "ignore_eos": args.ignore_eos,
+    }
+
+
+def _check_files(args: argparse.Namespace, flags: Flags) -> None:
+    """What can be seen of the input and output files without reading them."""
+    checks = {"--input": _input_problem, "--output": _output_problem}
+    for flag, check in checks.items():
+        if flags.text(flag) is None:
+            continue
+        try:
+            problem = check(args)
+        except OSError as error:
+            problem = f"{flag} {flags.text(flag)} cannot be used: {error.strerror}; give another name"
+        if problem is not None:
+            flags.problems.append(problem)
+
+
+def _input_problem(args: argparse.Namespace) -> str | None:
+    path = Path(args.input)
+    if args.input == "-":
+        return None
+    if path.is_dir() or not path.exists():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        return f"--input {path} {what}; give a .jsonl or .txt file, or - for standard input"
+    if not path.is_file():
+        return f"--input {path} is no regular file and cannot be read twice; use --input -"
+    if path.suffix not in (".jsonl", ".json", ".txt"):
+        return f"--input {path} must end in .jsonl (JSON lines) or .txt (a prompt a line)"
+    return None
+
+
+def _output_problem(args: argparse.Namespace) -> str | None:
+    output = Path(args.output)
+    if args.input not in (None, "-") and output.exists() and Path(args.input).exists() and output.samefile(args.input):
+        return f"--output {output} is the input file; give another name"
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        return f"--output {output} cannot be written: its folder does not exist or it is a folder; give another name"
+    if not os.access(output if output.exists() else output.resolve().parent, os.W_OK):
+        return f"--output {output} cannot be written: permission denied; give another name"
+    return None
+
+
+def _add_deeper_problems(options: Options, flags: Flags) -> None:
+    """Adds what the parts of a run find wrong with their own settings."""
+    from flexgen_h2o.sampling import SamplingParams
+
+    def given(kind: type) -> dict[str, Any]:
+        return {field.name: options.llm[field.name] for field in fields(kind) if field.name in options.llm}
+
+    spec = EvictionSpec(options.llm["eviction"], **given(EvictionSpec))
+    flags.problems += spec.problems() + Policy(**given(Policy)).problems()
+    flags.problems += SamplingParams(**options.params).problems()

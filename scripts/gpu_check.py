@@ -1,0 +1,80 @@
+"""Tests and measures what only a GPU decides; scripts/gpu_check.sh runs it.
+
+correctness   float16 on CUDA against float32 on the CPU, tiny models, every home (tests/test_cuda.py)
+resident      opt-6.7b shape, all on the GPU: full cache and H2O 20 %
+offload       opt-30b shape, weights in host memory, 16 GB of GPU: full cache and H2O 20 %, 8 tokens
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.records import append_record
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "gpu" / "gpu_check.jsonl"
+EVICTIONS = {"full": ["--eviction", "full"], "h2o 20 %": ["--hh-ratio", "0.1", "--recent-ratio", "0.1"]}
+COMMON = ["--device", "cuda", "--dummy-weights", "--ignore-eos", "--json"]
+RUNS = {
+    "resident": "--model opt-6.7b --prompt-len 512 --gen-len 32 --gpu-batch-size 16 --num-gpu-batches 2",
+    "offload": "--model opt-30b --prompt-len 512 --gen-len 8 --gpu-batch-size 8 --num-gpu-batches 6 --gpu-mem 16"
+    " --percent 0 100 0 100 0 100",
+}
+
+
+def correctness() -> dict[str, Any]:
+    """The tests that need a GPU; their closing line."""
+    command = [sys.executable, "-m", "pytest", "tests/test_cuda.py", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout[-3000:], done.stderr[-1000:])
+    return {
+        "command": " ".join(command[1:]),
+        "passed": done.returncode == 0,
+        "summary": done.stdout.strip().split("\n")[-1],
+    }
+
+
+def measure(part: str, extra: list[str]) -> dict[str, Any]:
+    """One run of the command for each eviction policy; their reports."""
+    reports = {}
+    for name, eviction in EVICTIONS.items():
+        words = ["-m", "flexgen_h2o.run", *RUNS[part].split(), *COMMON, *eviction, *extra]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            reports[name] = {"command": " ".join(words), "failed": done.stderr[-2000:]}
+            print(f"{part} {name}: failed: {done.stderr[-500:]}", flush=True)
+            continue
+        report = json.loads(done.stdout.strip().split("\n")[-1])
+        reports[name] = {"command": " ".join(words), **report}
+        print(
+            f"{part} {name}: {report['throughput_tok_s']:.1f} tok/s, decode {report['decode_tok_s']:.1f} tok/s",
+            flush=True,
+        )
+    return reports
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["correctness", *RUNS], action="append", help="default: all")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--extra", default="", help="more flags for the measured runs, in one string: a smaller model, say"
+    )
+    args = parser.parse_args()
+    failed = False
+    for part in args.part or ["correctness", *RUNS]:
+        started = time.perf_counter()
+        result = correctness() if part == "correctness" else measure(part, args.extra.split())
+        seconds = time.perf_counter() - started
+        append_record(args.output, {"name": f"gpu check: {part}", "seconds": seconds, "result": result})
+        failed = failed or "failed" in json.dumps(result) or not result.get("passed", True)
+        print(f"{part}: {seconds:.0f} s", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""The package as a whole: what imports what, how large its parts are, and that its README can be believed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import ROOT, environment
+
+from flexgen_h2o import evaluate, run_options
+from flexgen_h2o.errors import UsageError
+
+PACKAGE = ROOT / "flexgen_h2o"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+README = ROOT / "README.md"
+MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+COMMANDS = {"run", "run_options", "policy_search", "profile_hardware", "evaluate", "convert"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def is_command(path: Path) -> bool:
+    return path.stem == "__main__" or (path.parent == PACKAGE and path.stem in COMMANDS)
+
+
+def own_imports(node: ast.AST) -> Iterator[str]:
+    """Modules of the package that an import statement loads."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in MODULES)
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flexgen_h2o":
+        for alias in node.names:
+            whole = f"{node.module}.{alias.name}"
+            yield whole if whole in MODULES else str(node.module)
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Every import of the package by the package, wherever it stands; the lazy root apart."""
+    graph = {}
+    for name, path in MODULES.items():
+        found = {target for node in ast.walk(ast.parse(path.read_text())) for target in own_imports(node)}
+        graph[name] = set() if name == "flexgen_h2o" else found - {"flexgen_h2o"}
+    return graph
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += graph[name]
+    return seen
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = import_graph()
+    assert sum(map(len, graph.values())) > 30  # the walk does see imports
+    assert [name for name in graph if name in reachable(graph, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper"),
+    [
+        ("flexgen_h2o.engine", "flexgen_h2o.llm"),
+        ("flexgen_h2o.engine", "flexgen_h2o.runtime"),
+        ("flexgen_h2o.transfer", "flexgen_h2o.weights"),
+        ("flexgen_h2o.kvcache.buffer", "flexgen_h2o.engine"),
+        ("flexgen_h2o.kvcache.attention", "flexgen_h2o.policy"),
+        ("flexgen_h2o.layers", "flexgen_h2o.kvcache.buffer"),
+        ("flexgen_h2o.weights", "flexgen_h2o.engine"),
+        ("flexgen_h2o.sampling", "flexgen_h2o.engine"),
+        ("flexgen_h2o.llm", "flexgen_h2o.batch"),
+        ("flexgen_h2o.llm", "flexgen_h2o.evaluation.compare"),
+        ("flexgen_h2o.llm", "flexgen_h2o.cli"),
+    ],
+)
+def test_what_lies_below_does_not_know_what_lies_above(lower: str, upper: str) -> None:
+    assert upper in MODULES
+    assert upper not in reachable(import_graph(), lower)
+
+
+@pytest.mark.parametrize("name", ["cli", "errors", "model_config", "policy", "prompts", "schedule"])
+def test_plain_data_needs_no_torch(name: str) -> None:
+    graph = import_graph()
+    module = f"flexgen_h2o.{name}"
+    for needed in {module} | reachable(graph, module):
+        assert not re.search(r"^\s*(import|from) torch", MODULES[needed].read_text(), re.MULTILINE), needed
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_only_commands_import_their_own_package_inside_functions(path: Path) -> None:
+    inside = [target for function in functions(path) for node in ast.walk(function) for target in own_imports(node)]
+    assert inside == [] or is_command(path) or path.name == "__init__.py"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_files_and_functions_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+    lengths = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions(path)}
+    assert [name for name, length in lengths.items() if length > MOST_FUNCTION_LINES] == []
+
+
+def python(script: str) -> str:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    loaded = python("import sys, flexgen_h2o, flexgen_h2o.run, flexgen_h2o.evaluate; print(*sys.modules)").split()
+    assert "flexgen_h2o.run" in loaded
+    assert {"torch", "numpy", "transformers"}.isdisjoint(loaded)
+
+
+def test_public_names_are_there_when_asked_for() -> None:
+    import flexgen_h2o
+
+    assert sorted(flexgen_h2o.__all__) == ["GenerationOutput", "LLM", "SamplingParams"]
+    assert all(getattr(flexgen_h2o, name).__name__ == name for name in flexgen_h2o.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = flexgen_h2o.Engine
+
+
+def readme_commands() -> list[str]:
+    """Lines of bash blocks that start a command of the package, continued lines joined."""
+    text = README.read_text(encoding="utf-8") if README.exists() else ""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("python -m flexgen_h2o")]
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a shell command up to its first pipe or redirection."""
+    words = shlex.split(command, comments=True)
+    ends = [index for index, word in enumerate(words) if re.fullmatch(r"\||&&|;|\d?>{1,2}.*|<.*", word)]
+    return words[: min(ends, default=len(words))]
+
+
+@pytest.mark.skipif(not README.exists(), reason="there is no README")
+def test_the_readme_shows_commands() -> None:
+    assert any(command.startswith("python -m flexgen_h2o.run") for command in readme_commands())
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_commands_of_the_readme_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module, argv = words_of(command)[2], words_of(command)[3:]
+    if module == "flexgen_h2o.run":
+        if "--input" in argv and (name := argv[argv.index("--input") + 1]) != "-":
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text("{}\n")
+        if "--output" in argv:
+            Path(argv[argv.index("--output") + 1]).parent.mkdir(parents=True, exist_ok=True)
+        run_options.read_flags(argv)
+    elif module == "flexgen_h2o.evaluate":
+        evaluate.build_parser().parse_args(argv)
+    else:
+        assert f"{module}.__main__" in MODULES and argv == []
+
+
+def test_a_command_that_does_not_parse_is_noticed() -> None:
+    with pytest.raises(UsageError):
+        run_options.read_flags(words_of("python -m flexgen_h2o.run --input - --promptlen 8 > out.jsonl")[3:])
+    assert words_of("python -m flexgen_h2o.run --json | tail -1")[-1] == "--json"
