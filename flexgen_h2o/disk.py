@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import psutil
 from torch import Tensor
 
 from flexgen_h2o.extents import Extent, free_disk_bytes, whole_pages, write_extent
@@ -114,6 +115,7 @@ class WeightFolder:
         """Writes a parameter from host memory."""
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / f".{name}.{os.getpid()}"
+        self._remove_leftovers(name)
         try:
             with part.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))
@@ -122,6 +124,12 @@ class WeightFolder:
             part.rename(self._path(name))
         finally:
             part.unlink(missing_ok=True)
+
+    def _remove_leftovers(self, name: str) -> None:
+        """Removes what writes of this parameter by processes that are no more have left."""
+        for leftover in self.path.glob(f".{name}.*"):
+            if not psutil.pid_exists(int(leftover.suffix[1:])):
+                leftover.unlink(missing_ok=True)
 
     def extent(self, name: str, nbytes: int) -> Extent:
         """Where a parameter lies."""

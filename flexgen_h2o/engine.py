@@ -1,5 +1,6 @@
 """Executes the block schedule: the one loop in which all text is generated."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from flexgen_h2o.schedule import (
 )
 from flexgen_h2o.transfer import Ticket, Transfer
 from flexgen_h2o.weights import WeightStore
+from flexgen_h2o.workspace import Workspace
 
 
 class TokenChooser(Protocol):
@@ -102,7 +104,7 @@ class BlockTimes:
 class Engine:
     """A model with its KV, for blocks of up to as many rows as the KV was made for.
 
-    Attributes are its parts, which whoever made them closes.
+    Attributes are its parts, which whoever made them closes. There is a workspace for each group in flight.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Engine:
         weights: WeightStore,
         kv: KVCache,
         hidden: HiddenStore,
+        workspaces: Sequence[Workspace],
         transfer: Transfer,
         device: torch.device,
     ):
@@ -120,6 +123,7 @@ class Engine:
         self.weights = weights
         self.kv = kv
         self.hidden = hidden
+        self.workspaces = workspaces
         self.transfer = transfer
         self.device = device
 
@@ -131,6 +135,18 @@ class Engine:
     @torch.inference_mode()
     def walk(self, block: PromptBlock, tokens: Sequence[int], chooser: TokenChooser) -> BlockTimes:
         """Walks the given steps of the schedule; on a device without memory a few stand for all."""
+        try:
+            times = self._walk(block, tokens, chooser)
+        except BaseException:
+            # What is still on its way must not arrive in the next block. The first error is the one to report.
+            with contextlib.suppress(Exception):
+                self.transfer.drain()
+            self.weights.forget()
+            raise
+        self.transfer.drain()
+        return times
+
+    def _walk(self, block: PromptBlock, tokens: Sequence[int], chooser: TokenChooser) -> BlockTimes:
         policy = self.policy
         shape = cut_block(block.rows, policy.gpu_batch_size, policy.group_rows)
         work = _BlockWork(self, block, shape)
@@ -168,7 +184,6 @@ class Engine:
                     if chooser.finished():
                         break
                     started = time.perf_counter()
-        self.transfer.drain()
         return BlockTimes(step_s[0], step_s[1:])
 
 
@@ -192,6 +207,7 @@ class _InFlight:
     """A group between its projections and the end of its layer."""
 
     first_row: int
+    workspace: Workspace
     qkv: tuple[Tensor, ...]  # queries, keys and values, [rows, heads, n, head_dim] each
     attended: list[Tensor] = field(default_factory=list)  # of its units so far
     arriving: list[Ticket] = field(default_factory=list)  # attention that is computed elsewhere
@@ -205,6 +221,7 @@ class _BlockWork:
         self.weights = engine.weights
         self.kv = engine.kv
         self.hidden = engine.hidden
+        self.workspaces = engine.workspaces
         self.width = block.width
         self.unit_rows = shape.unit_rows
         self.ids = block.ids.to(engine.device)  # [rows, n], the tokens that the next Embed takes
@@ -215,6 +232,7 @@ class _BlockWork:
         self.groups: dict[int, _InFlight] = {}
         self.current: _InFlight
         self.kv.begin(self.paddings)
+        self.hidden.begin()
 
     def column(self, token: int) -> int:
         """The column of the last token that a step takes in."""
@@ -228,15 +246,19 @@ class _BlockWork:
         self._put(token, group, layers.embed(ids, positions, self.weights.page(OUTER), self.config))
 
     def project(self, token: int, layer: int, group: Group) -> None:
-        hidden = self._get(token, group)
-        self.current = _InFlight(group.rows.start, layers.project_qkv(hidden, self.weights.page(layer), self.config))
+        workspace = self.workspaces[group.index % len(self.workspaces)]
+        workspace.clear()
+        qkv = layers.project_qkv(self._get(token, group), self.weights.page(layer), self.config, workspace)
+        self.current = _InFlight(group.rows.start, workspace, qkv)
         self.groups[group.index] = self.current
 
     def attend(self, token: int, layer: int, unit: int) -> None:
         query, key, value = self._unit_qkv(unit)
         if token == 0:
             buffer = self.kv.empty(layer, unit)
-            attended, sums = prefill_attention(query, key, value, self.paddings[unit], buffer.rule.accumulates)
+            attended, sums = prefill_attention(
+                query, key, value, self.paddings[unit], buffer.rule.accumulates, self.current.workspace
+            )
             buffer.fill(key, value, sums)
         elif self.kv.attends_at_home(layer, unit):
             attended, arriving = self.kv.attend_at_home(layer, unit, query, key, value)
@@ -259,17 +281,18 @@ class _BlockWork:
         for ticket in state.arriving:
             ticket.wait()
         attended = state.attended[0] if len(state.attended) == 1 else torch.cat(state.attended)
-        # Queries, keys and values have done their work; the MLP needs the memory.
-        state.qkv, state.attended = (), []
         hidden = self._get(token, group)
         if token == 0 and layer == self.config.num_hidden_layers - 1:
             # Nothing reads the last layer's output but the choice of the next token.
-            hidden, attended = hidden[:, -1:], attended[:, :, -1:]
-        self._put(token, group, layers.finish_layer(hidden, attended, self.weights.page(layer), self.config))
+            hidden, attended = hidden[:, -1:].clone(), attended[:, :, -1:]
+        weights = self.weights.page(layer)
+        self._put(token, group, layers.finish_layer(hidden, attended, weights, self.config, state.workspace))
 
     def choose(self, token: int, group: Group, chooser: TokenChooser) -> None:
         hidden = self._get(token, group)[:, -1]
-        logits = layers.next_token_logits(hidden, self.weights.page(OUTER), self.config)
+        workspace = self.workspaces[0]
+        workspace.clear()
+        logits = layers.next_token_logits(hidden, self.weights.page(OUTER), self.config, workspace)
         self.next_ids[group.rows, 0] = chooser.choose(token, group.rows, logits)
 
     def end_step(self) -> None:

@@ -89,6 +89,11 @@ class HiddenStore:
         self._homes.append(home)
         return Place(home=home)
 
+    def begin(self) -> None:
+        """Starts a new block: what the last one left, and how its copies ended, is forgotten."""
+        for place in self._places:
+            place.on_device, place.loaded, place.stored = None, Ticket(), Ticket()
+
     def put(self, group: int, hidden: Tensor) -> None:
         """Keeps what was computed, on the device until store() is called."""
         self._places[group].on_device = hidden

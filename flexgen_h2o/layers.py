@@ -6,12 +6,14 @@ prefill, 1 in decode.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.workspace import Workspace
 
 TensorMap = Mapping[str, Tensor]
 
@@ -33,19 +35,22 @@ def embed(ids: Tensor, positions: Tensor, weights: TensorMap, config: ModelConfi
     return tokens + F.embedding(positions + POSITION_OFFSET, weights["embed_positions.weight"])
 
 
-def project_qkv(hidden: Tensor, weights: TensorMap, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (already scaled by head_dim ** -0.5), keys and values of one layer.
+def project_qkv(
+    hidden: Tensor, weights: TensorMap, config: ModelConfig, workspace: Workspace
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (already scaled by head_dim ** -0.5), keys and values of one layer, in the workspace.
 
     Args:
         hidden: [rows, n, hidden_size], the residual stream.
     Returns: three tensors [rows, heads, n, head_dim].
     """
-    x = _norm(hidden, weights, "self_attn_layer_norm", config) if config.do_layer_norm_before else hidden
-    rows, n, _ = x.shape
+    rows, n, _ = hidden.shape
+    x = hidden.reshape(rows * n, config.hidden_size)
+    if config.do_layer_norm_before:
+        x = _norm(x, weights, "self_attn_layer_norm", config, workspace)
+    query, key, value = (_linear(x, weights, f"self_attn.{name}_proj", workspace) for name in "qkv")
+    query *= config.head_dim**-0.5
     shape = (rows, n, config.num_attention_heads, config.head_dim)
-    query = _linear(x, weights, "self_attn.q_proj") * config.head_dim**-0.5
-    key = _linear(x, weights, "self_attn.k_proj")
-    value = _linear(x, weights, "self_attn.v_proj")
     return (
         query.view(shape).transpose(1, 2),
         key.view(shape).transpose(1, 2),
@@ -53,50 +58,82 @@ def project_qkv(hidden: Tensor, weights: TensorMap, config: ModelConfig) -> tupl
     )
 
 
-def finish_layer(hidden: Tensor, attended: Tensor, weights: TensorMap, config: ModelConfig) -> Tensor:
-    """Attention's output projection, the MLP and both residual additions.
+def finish_layer(
+    hidden: Tensor, attended: Tensor, weights: TensorMap, config: ModelConfig, workspace: Workspace
+) -> Tensor:
+    """Attention's output projection, the MLP and both residual additions. Changes `hidden` and returns it.
 
     Args:
         hidden: [rows, n, hidden_size], the residual stream that entered the layer.
         attended: [rows, heads, n, head_dim], what attention returned.
     Returns: [rows, n, hidden_size].
     """
-    merged = attended.transpose(1, 2).reshape(hidden.shape)
-    hidden = hidden + _linear(merged, weights, "self_attn.out_proj")
+    stream = hidden.view(-1, config.hidden_size)
+    merged = attended.transpose(1, 2).reshape(stream.shape)
+    stream += _linear(merged, weights, "self_attn.out_proj", workspace)
     if not config.do_layer_norm_before:
-        hidden = _norm(hidden, weights, "self_attn_layer_norm", config)
-    x = _norm(hidden, weights, "final_layer_norm", config) if config.do_layer_norm_before else hidden
-    inner = _activate(_linear(x, weights, "fc1"), config.activation_function)
-    hidden = hidden + _linear(inner, weights, "fc2")
+        stream.copy_(_norm(stream, weights, "self_attn_layer_norm", config, workspace))
+    x = _norm(stream, weights, "final_layer_norm", config, workspace) if config.do_layer_norm_before else stream
+    inner = _activate(_linear(x, weights, "fc1", workspace), config.activation_function)
+    stream += _linear(inner, weights, "fc2", workspace)
     if not config.do_layer_norm_before:
-        hidden = _norm(hidden, weights, "final_layer_norm", config)
+        stream.copy_(_norm(stream, weights, "final_layer_norm", config, workspace))
     return hidden
 
 
-def next_token_logits(hidden: Tensor, weights: TensorMap, config: ModelConfig) -> Tensor:
-    """Scores of the token after each row's last one.
+def next_token_logits(hidden: Tensor, weights: TensorMap, config: ModelConfig, workspace: Workspace) -> Tensor:
+    """Scores of the token after each row's last one, in the workspace.
 
     Args:
         hidden: [rows, hidden_size], the residual stream at the last position.
     Returns: [rows, vocab_size] float32.
     """
     if config.has_final_norm:
-        hidden = _norm(hidden, weights, "final_layer_norm", config)
+        hidden = _norm(hidden, weights, "final_layer_norm", config, workspace)
     if config.has_embedding_projection:
         hidden = F.linear(hidden, weights["project_out.weight"])
     head = weights["embed_tokens.weight"] if config.tie_word_embeddings else weights["lm_head.weight"]
-    return F.linear(hidden, head).float()
+    logits = _product(hidden, head, None, workspace)
+    if logits.dtype == torch.float32:
+        return logits
+    return workspace.take(tuple(logits.shape), torch.float32).copy_(logits)
 
 
-def _linear(x: Tensor, weights: TensorMap, name: str) -> Tensor:
-    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+def _linear(x: Tensor, weights: TensorMap, name: str, workspace: Workspace) -> Tensor:
+    return _product(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), workspace)
 
 
-def _norm(x: Tensor, weights: TensorMap, name: str, config: ModelConfig) -> Tensor:
-    return F.layer_norm(x, (config.hidden_size,), weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), eps=1e-5)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
+    """[tokens, in] . [out, in] -> [tokens, out]."""
+    output = workspace.take((x.shape[0], weight.shape[0]), x.dtype)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=output)
+    return torch.addmm(bias, x, weight.t(), out=output)
+
+
+def _norm(x: Tensor, weights: TensorMap, name: str, config: ModelConfig, workspace: Workspace) -> Tensor:
+    """Layer normalisation of [tokens, hidden_size]."""
+    statistics = (x.shape[0], 1)
+    output, _, _ = torch.ops.aten.native_layer_norm.out(
+        x,
+        (config.hidden_size,),
+        weights.get(f"{name}.weight"),
+        weights.get(f"{name}.bias"),
+        1e-5,
+        out0=workspace.take(tuple(x.shape), x.dtype),
+        out1=workspace.take(statistics, _statistics_dtype(x)),
+        out2=workspace.take(statistics, _statistics_dtype(x)),
+    )
+    return cast(Tensor, output)
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    """Means and deviations come in the input's type on a CPU, in float32 on CUDA."""
+    return torch.float32 if x.is_cuda else x.dtype
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
+    """Applied in place: this is the widest tensor of a layer."""
     if activation == "relu":
-        return torch.relu_(x)  # in place: this is the widest tensor of a layer
-    return F.gelu(x, approximate="tanh" if activation == "gelu_new" else "none")
+        return torch.relu_(x)
+    return x.copy_(F.gelu(x, approximate="tanh" if activation == "gelu_new" else "none"))

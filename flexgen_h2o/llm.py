@@ -17,6 +17,7 @@ from flexgen_h2o.engine import Engine, PromptBlock, pad_prompts, unit_shapes
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import GenerationOutput, NoChoice, Request, Sampler
 from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
+from flexgen_h2o.machine import process_baseline
 from flexgen_h2o.platforms import (
     DEFAULT_OFFLOAD_DIR,
     DEFAULT_WEIGHT_CACHE,
@@ -119,6 +120,7 @@ class LLM:
             tier_budgets(self.device, gpu_mem, cpu_mem, disk_mem),
             joint=self.device.type == "cpu",
             offload_dir=Path(offload_dir).expanduser(),
+            baseline=process_baseline(self.dtype),
         )
         self.tokenizer: Tokenizer | None = None if source.folder is None else load_tokenizer(source.folder, self.config)
         self.runtime: Runtime | None = None

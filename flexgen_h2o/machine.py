@@ -9,7 +9,7 @@ import psutil
 import torch
 
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
-LARGEST_KEPT_BLOCK = 16 * 2**20  # bytes
+LARGEST_KEPT_BLOCK = 2**20  # bytes
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -48,10 +48,15 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)
 
 
-def warm_up(dtype: torch.dtype) -> None:
-    """Has torch load what it loads at its first product, so that it counts as libraries and not as the model's."""
+def process_baseline(dtype: torch.dtype) -> int:
+    """What this process holds before there is a model: interpreter and libraries, measured.
+
+    torch loads part of its libraries at the first product, so there is one here.
+    """
+    return_freed_memory()
     x = torch.ones(64, 64, dtype=dtype)
     torch.nn.functional.linear(x, x, x[0]).float().softmax(dim=-1)
+    return resident_bytes()
 
 
 def _cgroup_free() -> list[int]:

@@ -28,6 +28,7 @@ class Platform:
         joint: the gpu and cpu tiers are one memory: so without a GPU.
         offload_dir: where the files of a run go.
         make_transfer: overrides the back-end that goes with the device.
+        baseline: bytes that the process held before the model; None to measure them when the runtime starts.
     """
 
     device: torch.device
@@ -35,6 +36,7 @@ class Platform:
     joint: bool = True
     offload_dir: Path | None = None
     make_transfer: Callable[[], Transfer] | None = None
+    baseline: int | None = None
 
 
 def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None]) -> list[str]:
@@ -71,12 +73,16 @@ def default_dtype(device: torch.device) -> torch.dtype:
 def tier_budgets(
     device: torch.device, gpu_mem: float | None, cpu_mem: float | None, disk_mem: float | None
 ) -> dict[Tier, int | None]:
-    """Bytes per tier: as given in GB, else what this machine can use. A dry run is bound by what is given alone."""
+    """Bytes per tier: as given in GB, but no more than this machine has. A dry run is bound by what is given alone."""
     gpu, cpu, disk = (None if given is None else int(given * GB) for given in (gpu_mem, cpu_mem, disk_mem))
     if device.type == "cpu":
-        cpu = usable_memory() if gpu is None and cpu is None else (gpu or 0) + (cpu or 0)
-        gpu = None
-    elif device.type == "cuda":
-        gpu = torch.cuda.mem_get_info(device)[1] if gpu is None else gpu
-        cpu = usable_memory() if cpu is None else cpu
+        joint = None if gpu is None and cpu is None else (gpu or 0) + (cpu or 0)
+        return {"cpu": _at_most(usable_memory(), joint), "disk": disk}
+    if device.type == "cuda":
+        gpu = _at_most(torch.cuda.mem_get_info(device)[1], gpu)
+        cpu = _at_most(usable_memory(), cpu)
     return {"gpu": gpu, "cpu": cpu, "disk": disk}
+
+
+def _at_most(limit: int, asked: int | None) -> int:
+    return limit if asked is None else min(limit, asked)

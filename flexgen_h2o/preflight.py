@@ -56,18 +56,20 @@ def _excess(predicted: Ledger, platform: Platform, tier: Tier) -> str:
 
 
 def _way_out(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> str:
-    """A placement that fits, or else a block that fits with the placement that was asked for."""
+    """A placement that fits, or else a smaller block that does, as asked or with everything on disk."""
     for percent in LADDER:
         if platform.joint and percent != _joint(percent):
             continue
         ledger = predict(config, dtype, replace(policy, percent=percent), platform, sizes)
         if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
             return f"--percent {percent} would fit"
-    for rows in _fewer(sizes.rows):
-        smaller = replace(policy, gpu_batch_size=rows, num_gpu_batches=1, decode_batch_size=None)
-        ledger = predict(config, dtype, smaller, platform, replace(sizes, rows=rows))
-        if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
-            return f"A block of {rows} rows (--gpu-batch-size {rows} --num-gpu-batches 1) would fit"
+    for percent in (policy.percent, LADDER[-1]):
+        for rows in _fewer(sizes.rows):
+            smaller = Policy(gpu_batch_size=rows, percent=percent, overlap=policy.overlap)
+            ledger = predict(config, dtype, smaller, platform, replace(sizes, rows=rows))
+            if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
+                placed = "" if percent == policy.percent else f" with --percent {percent}"
+                return f"A block of {rows} rows (--gpu-batch-size {rows} --num-gpu-batches 1){placed} would fit"
     return "Take a smaller model, shorter texts, or a machine with more memory"
 
 

@@ -11,10 +11,11 @@ import torch
 from flexgen_h2o.disk import RunFolder, WeightFolder
 from flexgen_h2o.engine import Engine, unit_shapes
 from flexgen_h2o.hidden import HiddenStore
-from flexgen_h2o.kvcache.attention import PREFILL_LOGITS
+from flexgen_h2o.kvcache.attention import prefill_attention_bytes
+from flexgen_h2o.kvcache.buffer import UnitShape
 from flexgen_h2o.kvcache.cache import KVCache
 from flexgen_h2o.kvcache.eviction import EvictionRule
-from flexgen_h2o.machine import resident_bytes, return_freed_memory, warm_up
+from flexgen_h2o.machine import process_baseline
 from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.placement import achieved, place_weights, spread
 from flexgen_h2o.platforms import Platform
@@ -23,9 +24,11 @@ from flexgen_h2o.schedule import cut_block
 from flexgen_h2o.tiers import Ledger, Tiers
 from flexgen_h2o.transfer import LINKS, STAGING_BYTES, CudaTransfer, InlineTransfer, ThreadTransfer, Transfer
 from flexgen_h2o.weights import Progress, TensorSource, WeightStore
+from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
 BASELINE_LINE = "process baseline"
 WORKSPACE_LINE = "workspace"
+PASSING_LINE = "temporaries"
 STAGING_LINE = "pinned staging"
 STAGED_BYTES = 2 * STAGING_BYTES * len(LINKS)
 
@@ -74,11 +77,12 @@ class Runtime:
             raise
 
     def _start(self, weight_folder: WeightFolder | None) -> None:
-        return_freed_memory()
-        warm_up(self.dtype)
+        baseline = self.platform.baseline
+        if baseline is None:
+            baseline = process_baseline(self.dtype)
         hold = self._resources.enter_context
         device, policy = self.platform.device, self.policy
-        hold(self.ledger.held("cpu", BASELINE_LINE, resident_bytes()))
+        hold(self.ledger.held("cpu", BASELINE_LINE, baseline))
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             hold(self.ledger.held("gpu", BASELINE_LINE, total - free))
@@ -136,9 +140,12 @@ class Runtime:
         config, policy, percent = self.config, self.policy, self.policy.percent
         self._engine_resources = resources = ExitStack()
         try:
-            workspace = workspace_bytes(config, policy, self.dtype.itemsize, sizes)
-            resources.enter_context(self.ledger.held("gpu", WORKSPACE_LINE, workspace))
+            passing = passing_bytes(config, policy, self.dtype.itemsize, sizes)
+            resources.enter_context(self.ledger.held("gpu", PASSING_LINE, passing))
+            workspaces = [self._make_workspace(resources, sizes) for _ in range(policy.groups_in_flight)]
             shapes = unit_shapes(config, sizes.rule, policy, sizes.rows)
+            if not self.platform.joint:
+                resources.enter_context(self.ledger.held("cpu", PASSING_LINE, self._host_passing(shapes[0])))
             flat = spread(config.num_hidden_layers * len(shapes), percent.cache)
             homes = [flat[start : start + len(shapes)] for start in range(0, len(flat), len(shapes))]
             kv = KVCache(
@@ -165,7 +172,19 @@ class Runtime:
         except BaseException:
             resources.close()
             raise
-        return Engine(config, policy, self.weights, kv, hidden, self.transfer, self.platform.device)
+        return Engine(config, policy, self.weights, kv, hidden, workspaces, self.transfer, self.platform.device)
+
+    def _make_workspace(self, resources: ExitStack, sizes: RunSizes) -> Workspace:
+        nbytes = workspace_bytes(self.config, self.policy, self.dtype.itemsize, sizes)
+        stored = self.tiers.allocate("gpu", WORKSPACE_LINE, (nbytes,), torch.uint8, WORKSPACE_LINE)
+        resources.callback(self.tiers.release, stored, WORKSPACE_LINE)
+        return Workspace(stored.resident(frozenset(("gpu",))))
+
+    def _host_passing(self, unit: UnitShape) -> int:
+        """What the CPU needs to attend to a unit, or to repeat a step on one, beside a GPU."""
+        itemsize = self.dtype.itemsize
+        passing = unit.rows * unit.heads * 4 * unit.head_dim * itemsize  # queries, keys, values, output
+        return passing + unit.rows * unit.heads * unit.slots * (12 + itemsize)  # scores, logits, weights twice
 
     def achieved_percent(self) -> list[float]:
         """The six percentages as they are: whole tensors of weights, whole units of KV and hidden states."""
@@ -195,28 +214,40 @@ class Runtime:
 
 
 def workspace_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes) -> int:
-    """The most that temporaries of compute take on the device: of a layer, of attention, of the choice of tokens."""
+    """The most that compute takes of one workspace: for a layer in prefill or decode, or for the choice of tokens."""
     shape = cut_block(sizes.rows, policy.gpu_batch_size, policy.group_rows)
     unit_rows = max(rows.stop - rows.start for rows in shape.unit_rows)
     group_rows = max(group.rows.stop - group.rows.start for group in shape.decode_groups)
-    hidden, prompt_len = config.hidden_size, sizes.prompt_len
-    tokens = max(unit_rows * prompt_len, group_rows * policy.groups_in_flight)
-    # The widest moment of the MLP: input, norm, inner state before and after activation, output.
-    mlp = tokens * (2 * config.ffn_dim + 3 * hidden) * itemsize
-    logits = min(PREFILL_LOGITS, unit_rows * config.num_attention_heads * prompt_len**2)
-    # Input, norm, queries, keys, values, contiguous copies of two of them, output; logits in two precisions, weights.
-    attention = tokens * 8 * hidden * itemsize + logits * (2 * itemsize + 8)
-    choice = group_rows * config.vocab_size * (itemsize + 8)
-    # Hidden states of groups that live elsewhere come and go.
-    passing = (
-        (1 + policy.look_ahead) * unit_rows * prompt_len * hidden * itemsize if policy.percent.hidden[0] < 1 else 0
+    tokens = max(unit_rows * sizes.prompt_len, group_rows)
+    attention = prefill_attention_bytes(
+        unit_rows, config.num_attention_heads, sizes.prompt_len, config.head_dim, itemsize
     )
-    return max(mlp, attention, choice) + passing
+    norms = tokens * (config.hidden_size * itemsize + 8)
+    # Until attention ends: norm, queries, keys, values. Then also its projection, a norm and the MLP.
+    held = norms + 3 * tokens * config.hidden_size * itemsize
+    rest = (
+        norms * (1 if config.do_layer_norm_before else 2)
+        + tokens * (config.ffn_dim + 2 * config.hidden_size) * itemsize
+    )
+    attended = tokens * (config.hidden_size * itemsize + 4 * config.num_attention_heads)
+    choice = group_rows * (config.hidden_size * itemsize + 8 + config.vocab_size * (itemsize + 4))
+    return max(held + attention, held + attended + rest, choice) + 32 * ALIGNMENT
+
+
+def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes) -> int:
+    """What compute allocates and frees beside the workspace: hidden states that come and go, and what fills the KV."""
+    unit_rows = min(policy.gpu_batch_size, sizes.rows)
+    hidden = unit_rows * sizes.prompt_len * config.hidden_size * itemsize
+    travelling = (1 + policy.look_ahead) * hidden if policy.percent.hidden[0] < 1 else 0
+    kept = 2 * unit_rows * config.hidden_size * sizes.rule.slots * itemsize
+    scores = 4 * unit_rows * config.num_attention_heads * max(sizes.prompt_len, sizes.rule.slots) * 4
+    activation = unit_rows * sizes.prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
+    return hidden + travelling + max(kept + scores, activation)
 
 
 def predict(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:
     """What a run would hold on each tier at its peak: all its buffers, made on a device without memory."""
-    dry = Platform(torch.device("meta"), {}, platform.joint)
+    dry = Platform(torch.device("meta"), {}, platform.joint, baseline=platform.baseline)
     with Runtime(config, dtype, policy, dry) as runtime:
         names = config.shapes()
         runtime.load(

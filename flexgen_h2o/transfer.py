@@ -184,9 +184,15 @@ class ThreadTransfer(HostCopies):
         return Ticket()
 
     def drain(self) -> None:
-        for ticket in self._pending:
-            ticket.wait()
-        self._pending = []
+        pending, self._pending = self._pending, []
+        errors = []
+        for ticket in pending:
+            try:
+                ticket.wait_on_host()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         self._closing = True

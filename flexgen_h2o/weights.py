@@ -175,6 +175,8 @@ class WeightStore:
     def fetch(self, page: int) -> None:
         """Starts to bring a page to the device, as far as it is not there."""
         buffer = self._buffer(page)
+        if buffer.page == page:
+            return  # it is still there, as is always so for what lies outside the layers
         buffer.page, buffer.loaded = page, []
         for name, target in buffer.tensors.items():
             stored = self._stored[self._full_name(page, name)]
@@ -209,6 +211,11 @@ class WeightStore:
     def release(self, page: int) -> None:
         """Says that compute has been told all it is to do with a page: its read buffer may be overwritten then."""
         self._buffer(page).free = self._transfer.used()
+
+    def forget(self) -> None:
+        """Takes what lies in the read buffers for lost, after a copy may have failed."""
+        for buffer in (self._outer_buffer, *self._layer_buffers):
+            buffer.page, buffer.loaded = None, []
 
     def close(self) -> None:
         """Gives all bytes back. Files of weights stay for later runs."""

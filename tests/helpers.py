@@ -20,6 +20,7 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import RunSizes, Runtime
 from flexgen_h2o.schedule import OUTER
 from flexgen_h2o.weights import Progress, TensorSource
+from flexgen_h2o.workspace import Workspace
 
 IN_MEMORY = Platform(torch.device("cpu"))
 
@@ -76,6 +77,11 @@ class TinyOpt:
         runtime = Runtime(self.config, dtype, policy, IN_MEMORY)
         runtime.load(self.source(), lambda nbytes: None)
         return runtime.engine(RunSizes(rule, rows, self.config.max_position_embeddings))
+
+
+def new_workspace(nbytes: int = 2**24) -> Workspace:
+    """A workspace that is filled with NaN, lest something count on zeros."""
+    return Workspace(torch.full((nbytes // 4,), torch.nan).view(torch.uint8))
 
 
 def buffers(engine: Engine) -> list[list[KVBuffer]]:

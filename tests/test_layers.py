@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import TinyOpt, largest_difference, oracle_logits, random_ids
+from helpers import TinyOpt, largest_difference, new_workspace, oracle_logits, random_ids
 from tiny_models import VARIANTS
 from torch import Tensor
 
@@ -27,9 +27,10 @@ def forward(tiny_opt: TinyOpt, ids: Tensor) -> Tensor:
     config, weights = tiny_opt.config, tiny_opt.weights
     hidden = layers.embed(ids, torch.arange(ids.shape[1])[None], weights.outer, config)
     for layer in weights.layers:
-        query, key, value = layers.project_qkv(hidden, layer, config)
-        hidden = layers.finish_layer(hidden, causal_attention(query, key, value), layer, config)
-    return layers.next_token_logits(hidden[0], weights.outer, config)
+        workspace = new_workspace()
+        query, key, value = layers.project_qkv(hidden, layer, config, workspace)
+        hidden = layers.finish_layer(hidden, causal_attention(query, key, value), layer, config, workspace)
+    return layers.next_token_logits(hidden[0], weights.outer, config, new_workspace())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -46,10 +47,11 @@ def test_one_layer_is_that_of_transformers(tiny: Tiny, variant: str) -> None:
     tiny_opt = tiny(variant)
     n = 9
     hidden = torch.randn(2, n, tiny_opt.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    query, key, value = layers.project_qkv(hidden, tiny_opt.weights.layers[1], tiny_opt.config)
+    weights, workspace = tiny_opt.weights.layers[1], new_workspace()
+    query, key, value = layers.project_qkv(hidden, weights, tiny_opt.config, workspace)
     assert query.shape == (2, tiny_opt.config.num_attention_heads, n, tiny_opt.config.head_dim)
     attended = causal_attention(query, key, value)
-    mine = layers.finish_layer(hidden, attended, tiny_opt.weights.layers[1], tiny_opt.config)
+    mine = layers.finish_layer(hidden.clone(), attended, weights, tiny_opt.config, workspace)
     future = torch.full((n, n), -math.inf).triu(1)[None, None]
     with torch.no_grad():
         theirs = tiny_opt.model.model.decoder.layers[1](hidden, attention_mask=future)
@@ -74,4 +76,5 @@ def test_positions_are_those_given_and_not_the_columns(tiny: Tiny) -> None:
 def test_logits_are_float32_in_every_precision(tiny: Tiny, dtype: torch.dtype) -> None:
     tiny_opt = tiny("pre_norm", dtype)
     hidden = torch.randn(3, tiny_opt.config.hidden_size).to(dtype)
-    assert layers.next_token_logits(hidden, tiny_opt.weights.outer, tiny_opt.config).dtype == torch.float32
+    logits = layers.next_token_logits(hidden, tiny_opt.weights.outer, tiny_opt.config, new_workspace())
+    assert logits.dtype == torch.float32

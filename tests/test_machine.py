@@ -197,7 +197,7 @@ def never_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("flexgen_h2o.llm.dummy_source", load)
     # The process' own size grows between two runs in one process, which would blur the comparison of their plans.
-    monkeypatch.setattr("flexgen_h2o.runtime.resident_bytes", lambda: 2**28)
+    monkeypatch.setattr("flexgen_h2o.llm.process_baseline", lambda dtype: 2**28)
 
 
 TOO_LARGE = (

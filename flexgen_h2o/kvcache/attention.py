@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
+from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
 # Logits held at once in prefill: rows x heads x queries x n. Large enough for efficient products, small enough that
 # memory grows with n and never with its square.
-PREFILL_LOGITS = 1024 * 1024
+PREFILL_LOGITS = 2**20
 # Sequences are taken apart before their queries are cut in chunks smaller than this.
 LEAST_QUERIES = 64
 
 
 def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, padding: Padding, sum_attention: bool
+    query: Tensor, key: Tensor, value: Tensor, padding: Padding, sum_attention: bool, workspace: Workspace
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of a left-padded sub-batch, and what every column received.
+    """Causal attention of a left-padded sub-batch, and what every column received; both in the workspace.
 
     Sequences and queries are taken in chunks, so memory is O(chunk x n).
 
@@ -28,26 +29,47 @@ def prefill_attention(
     Returns: attention's output [rows, heads, n, head_dim], finite also for pads; and [rows, heads, n] float32, the
         sum over the row's real queries of the weight on each column, or None.
     """
-    rows, heads, n, _ = query.shape
-    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    sums = torch.zeros(rows, heads, n, device=query.device) if sum_attention else None
+    rows, heads, n, head_dim = query.shape
+    # Laid out as the output projection wants it: a token's heads side by side.
+    output = workspace.take((rows, n, heads, head_dim), value.dtype).transpose(1, 2)
+    sums = workspace.take((rows, heads, n), torch.float32).zero_() if sum_attention else None
+    rows_at_once, chunk = prefill_chunks(rows, heads, n)
     first_columns = padding.on(query.device)
-    # Tensors without memory need no chunks.
-    limit = rows * heads * n * n if query.is_meta else PREFILL_LOGITS
-    rows_at_once = min(rows, max(1, limit // (heads * n * min(n, LEAST_QUERIES))))
-    for start in range(0, rows, rows_at_once):
+    for start in _walk(range(0, rows, rows_at_once), query):
         part = slice(start, start + rows_at_once)
-        _attend_rows(
-            query[part],
-            key[part].contiguous(),
-            value[part].contiguous(),
-            first_columns[part],
-            padding.widest,
-            max(1, min(n, limit // (rows_at_once * heads * n))),
-            output[part],
-            None if sums is None else sums[part],
-        )
+        with workspace.frame():
+            _attend_rows(
+                query[part],
+                key[part],
+                value[part],
+                first_columns[part],
+                padding.widest,
+                chunk,
+                output[part],
+                None if sums is None else sums[part],
+                workspace,
+            )
     return output, sums
+
+
+def prefill_chunks(rows: int, heads: int, n: int) -> tuple[int, int]:
+    """How many sequences, and how many of their queries, prefill attends to at once."""
+    rows_at_once = min(rows, max(1, PREFILL_LOGITS // (heads * n * min(n, LEAST_QUERIES))))
+    return rows_at_once, max(1, min(n, PREFILL_LOGITS // (rows_at_once * heads * n)))
+
+
+def _walk(starts: range, tensor: Tensor) -> range:
+    """All starts; where tensors have no memory, the last stands for all."""
+    return starts[-1:] if tensor.is_meta else starts
+
+
+def prefill_attention_bytes(rows: int, heads: int, n: int, head_dim: int, itemsize: int) -> int:
+    """What prefill_attention takes of the workspace at its most."""
+    rows_at_once, chunk = prefill_chunks(rows, heads, n)
+    logits = rows_at_once * heads * chunk * n
+    passing = 4 * rows_at_once * heads * n * head_dim * itemsize  # queries, keys, values, the chunk's output
+    held = rows * heads * n * (head_dim * itemsize + 4)  # output and sums
+    return held + passing + logits * (2 * itemsize + 8) + 10 * ALIGNMENT
 
 
 def _attend_rows(
@@ -59,21 +81,39 @@ def _attend_rows(
     chunk: int,
     output: Tensor,
     sums: Tensor | None,
+    workspace: Workspace,
 ) -> None:
     """prefill_attention for some rows, `chunk` queries at a time; fills `output` and adds to `sums`."""
-    n = query.shape[2]
-    for start in range(0, n, chunk):
+    rows, heads, n, head_dim = query.shape
+    query, key, value = (_flat_heads(tensor, workspace) for tensor in (query, key, value))
+    for start in _walk(range(0, n, chunk), query):
         stop = min(start + chunk, n)
-        logits = (query[:, :, start:stop] @ key[:, :, :stop].transpose(2, 3)).float()
-        _mask_chunk(logits, start, first_columns, widest_pad)
-        weights = logits.softmax(dim=-1)  # [rows, heads, stop - start, stop]
-        output[:, :, start:stop] = weights.to(value.dtype) @ value[:, :, :stop]
-        if sums is None:
-            continue
-        if start < widest_pad:
-            is_real = torch.arange(start, stop, device=query.device) >= first_columns[:, None]
-            weights = weights * is_real[:, None, :, None]
-        sums[:, :, :stop] += weights.sum(dim=2)
+        with workspace.frame():
+            shape = (rows * heads, stop - start, stop)
+            products = workspace.take(shape, query.dtype)
+            torch.bmm(query[:, start:stop], key[:, :stop].transpose(1, 2), out=products)
+            is_exact = products.dtype == torch.float32
+            logits = products if is_exact else workspace.take(shape, torch.float32).copy_(products)
+            _mask_chunk(logits.view(rows, heads, stop - start, stop), start, first_columns, widest_pad)
+            weights = torch.softmax(logits, dim=-1, out=workspace.take(shape, torch.float32))
+            rounded = weights if is_exact else products.copy_(weights)
+            part = workspace.take((rows * heads, stop - start, head_dim), value.dtype)
+            torch.bmm(rounded, value[:, :stop], out=part)
+            output[:, :, start:stop] = part.view(rows, heads, stop - start, head_dim)
+            if sums is None:
+                continue
+            weights = weights.view(rows, heads, stop - start, stop)
+            if start < widest_pad:
+                is_real = torch.arange(start, stop, device=query.device) >= first_columns[:, None]
+                weights *= is_real[:, None, :, None]
+            sums[:, :, :stop] += weights.sum(dim=2)
+
+
+def _flat_heads(tensor: Tensor, workspace: Workspace) -> Tensor:
+    """[rows, heads, n, head_dim] in any layout -> [rows * heads, n, head_dim], contiguous."""
+    rows, heads, n, head_dim = tensor.shape
+    copy = workspace.take((rows, heads, n, head_dim), tensor.dtype).copy_(tensor)
+    return copy.view(rows * heads, n, head_dim)
 
 
 def _mask_chunk(logits: Tensor, start: int, first_columns: Tensor, widest_pad: int) -> None:

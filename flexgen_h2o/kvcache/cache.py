@@ -104,6 +104,11 @@ class KVCache:
         """Starts a new block, with the padding of each of its units; there may be fewer than the cache was made for."""
         self._padding = list(paddings)
         self._in_use = {}
+        # Nothing is under way between blocks, and what failed in the last one does not concern this one.
+        for unit in (unit for layer in self.units for unit in layer):
+            unit.stored = Ticket()
+        for working in self._working:
+            working.loaded, working.free = Ticket(), []
 
     def attends_at_home(self, layer: int, unit: int) -> bool:
         """Whether decode attention of this unit runs on the CPU, beside its KV."""
@@ -176,6 +181,8 @@ class KVCache:
             return
         working = self._in_use.pop((layer, unit))
         home, scores, padding, before = here.buffer, working.buffer.scores, self._padding[unit], here.stored
+        # Copies: the workspace in which they were computed is soon used again.
+        keys, values = keys.clone(), values.clone()
 
         def repeat() -> None:
             before.wait_on_host()
@@ -198,6 +205,8 @@ class KVCache:
         home, padding, column, before = here.buffer, self._padding[unit], here.columns_seen, here.stored
         assert home is not None
         here.columns_seen += 1
+        # Copies: the workspace in which they were computed is soon used again.
+        query, keys, values = query.clone(), keys.clone(), values.clone()
         output = torch.empty_like(query)
 
         def attend() -> None:

@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from helpers import largest_difference
+from helpers import largest_difference, new_workspace
 from torch import Tensor
 
 from flexgen_h2o.kvcache import attention
 from flexgen_h2o.kvcache.attention import decode_attention, prefill_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Sink
+from flexgen_h2o.workspace import Workspace
 
 ROWS, HEADS, HEAD_DIM = 3, 2, 8
 
@@ -48,6 +49,14 @@ def real_part(tensor: Tensor, firsts: list[int]) -> Tensor:
 
 # --- prefill ---
 
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, padding: Padding, sum_attention: bool, workspace: Workspace | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """prefill_attention, in a workspace of its own."""
+    return prefill_attention(query, key, value, padding, sum_attention, workspace or new_workspace())
+
+
 N = 23
 FIRSTS = [0, 9, 22]  # no pads, some, and all but the last
 
@@ -59,7 +68,9 @@ def test_chunks_of_any_size_equal_the_dense_matrix(
 ) -> None:
     monkeypatch.setattr(attention, "PREFILL_LOGITS", chunk * ROWS * HEADS * N)
     query, key, value = random_qkv(N, scale=2.0)
-    output, sums = prefill_attention(query, key, value, Padding(torch.tensor(firsts)), sum_attention=True)
+    output, sums = attend(
+        query, key, value, Padding(torch.tensor(firsts)), sum_attention=True, workspace=new_workspace()
+    )
     expected_output, expected_sums = dense_attention(query, key, value, firsts)
     assert sums is not None and sums.dtype == torch.float32
     assert largest_difference(real_part(output, firsts), expected_output) < 1e-5
@@ -71,9 +82,9 @@ def test_chunks_of_any_size_equal_the_dense_matrix(
 def test_without_sums_the_output_is_the_same() -> None:
     query, key, value = random_qkv(N)
     firsts = torch.tensor(FIRSTS)
-    output, sums = prefill_attention(query, key, value, Padding(firsts), sum_attention=False)
+    output, sums = attend(query, key, value, Padding(firsts), sum_attention=False)
     assert sums is None
-    assert torch.equal(output, prefill_attention(query, key, value, Padding(firsts), sum_attention=True)[0])
+    assert torch.equal(output, attend(query, key, value, Padding(firsts), sum_attention=True)[0])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, N])
@@ -85,7 +96,7 @@ def test_what_pads_hold_changes_nothing(monkeypatch: pytest.MonkeyPatch, chunk: 
         noise = random_qkv(N, seed=seed, scale=5.0)
         is_pad = (torch.arange(N) < torch.tensor(FIRSTS)[:, None])[:, None, :, None]
         padded = [torch.where(is_pad, junk, tensor) for tensor, junk in zip(tensors, noise, strict=True)]
-        output, sums = prefill_attention(*padded, Padding(torch.tensor(FIRSTS)), sum_attention=True)
+        output, sums = attend(*padded, Padding(torch.tensor(FIRSTS)), sum_attention=True, workspace=new_workspace())
         results.append((real_part(output, FIRSTS), sums))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -99,7 +110,9 @@ def test_pads_stay_finite_and_each_real_query_gives_1(
     """A pad query that is masked altogether would be NaN; one that counts would add 1 to the sum."""
     monkeypatch.setattr(attention, "PREFILL_LOGITS", chunk * ROWS * HEADS * N)
     query, key, value = (tensor.to(dtype) for tensor in random_qkv(N, scale=3.0))
-    output, sums = prefill_attention(query, key, value, Padding(torch.tensor(FIRSTS)), sum_attention=True)
+    output, sums = attend(
+        query, key, value, Padding(torch.tensor(FIRSTS)), sum_attention=True, workspace=new_workspace()
+    )
     assert output.dtype == dtype and output.isfinite().all()
     real_queries = N - torch.tensor(FIRSTS)[:, None].float().expand(ROWS, HEADS)
     assert largest_difference(sums.sum(dim=-1), real_queries) < 1e-4
@@ -109,7 +122,9 @@ def test_pads_stay_finite_and_each_real_query_gives_1(
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.004)], ids=str)
 def test_half_precision_is_near_the_dense_matrix(dtype: torch.dtype, bound: float) -> None:
     query, key, value = (tensor.to(dtype) for tensor in random_qkv(N))
-    output, sums = prefill_attention(query, key, value, Padding(torch.tensor(FIRSTS)), sum_attention=True)
+    output, sums = attend(
+        query, key, value, Padding(torch.tensor(FIRSTS)), sum_attention=True, workspace=new_workspace()
+    )
     expected_output, expected_sums = dense_attention(query, key, value, FIRSTS)
     assert largest_difference(real_part(output, FIRSTS), expected_output) < bound
     assert largest_difference(sums, expected_sums) < bound
@@ -118,7 +133,7 @@ def test_half_precision_is_near_the_dense_matrix(dtype: torch.dtype, bound: floa
 def test_sums_rank_2048_columns_like_double_precision() -> None:
     n = 2048
     query, key, value = random_qkv(n, rows=1)
-    _, sums = prefill_attention(query, key, value, Padding(torch.tensor([100])), sum_attention=True)
+    _, sums = attend(query, key, value, Padding(torch.tensor([100])), sum_attention=True, workspace=new_workspace())
     _, exact = dense_attention(query, key, value, [100])
     order = exact.argsort(dim=-1)
     gaps = exact.gather(-1, order).diff(dim=-1)
@@ -130,14 +145,14 @@ def test_sums_rank_2048_columns_like_double_precision() -> None:
 def test_memory_grows_with_the_prompt_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     n, limit = 3000, 100_000
     query, key, value = random_qkv(n, rows=1)
-    expected, _ = prefill_attention(
-        query[:, :, :50], key[:, :, :50], value[:, :, :50], Padding(torch.tensor([0])), False
-    )
+    expected, _ = attend(query[:, :, :50], key[:, :, :50], value[:, :, :50], Padding(torch.tensor([0])), False)
     monkeypatch.setattr(attention, "PREFILL_LOGITS", limit)
-    largest = LargestTensor()
+    nbytes = attention.prefill_attention_bytes(1, HEADS, n, HEAD_DIM, 4)
+    workspace, largest = new_workspace(nbytes), LargestTensor()
     with largest:
-        output, _ = prefill_attention(query, key, value, Padding(torch.tensor([0])), sum_attention=True)
+        output, _ = attend(query, key, value, Padding(torch.tensor([0])), True, workspace)
     assert largest.elements <= limit
+    assert nbytes < 5 * 4 * HEADS * n * HEAD_DIM + 4 * 4 * limit + 4 * HEADS * n + 10_000 < 4 * HEADS * n * n
     assert largest_difference(output[:, :, :50], expected) < 1e-5
 
 
@@ -150,7 +165,7 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.elements = max(self.elements, tensor.nbytes // 4)  # in float32; parts of a workspace are bytes
         return result
 
 
