@@ -1,4 +1,4 @@
-"""Peak memory of whole runs, measured by the kernel, beside what the ledger counted. Appends to results/memory.jsonl."""
+"""Peak memory of whole runs, measured by the kernel, beside what the ledger counted: to results/memory.jsonl."""
 
 import argparse
 import json
@@ -48,7 +48,8 @@ def main() -> None:
         for run in RUNS:
             rows.append(measure(*run, folder))
             ratio, peak = rows[-1]["ratio"], rows[-1]["measured_peak_bytes"] / 2**30
-            print(f"{run[0]} {run[1]} {run[2]} x {run[3]}, {run[4]}: {peak:.2f} GB, {ratio:.3f} of the ledger", flush=True)
+            what = f"{run[0]} {run[1]} {run[2]} x {run[3]}, {run[4]}"
+            print(f"{what}: {peak:.2f} GB, {ratio:.3f} of the ledger", flush=True)
     append_record(args.output, {"name": "peak memory against the ledger", "runs": rows})
 
 
