@@ -26,6 +26,7 @@ from flexgen_h2o.platforms import (
     choose_device,
     default_dtype,
     setting_problems,
+    taken_on_gpu,
     tier_budgets,
 )
 from flexgen_h2o.policy import EvictionSpec, Policy
@@ -121,6 +122,7 @@ class LLM:
             joint=self.device.type == "cpu",
             offload_dir=Path(offload_dir).expanduser(),
             baseline=process_baseline(self.dtype),
+            gpu_baseline=taken_on_gpu(self.device),
         )
         self.tokenizer: Tokenizer | None = None if source.folder is None else load_tokenizer(source.folder, self.config)
         self.runtime: Runtime | None = None

@@ -29,6 +29,7 @@ class Platform:
         offload_dir: where the files of a run go.
         make_transfer: overrides the back-end that goes with the device.
         baseline: bytes that the process held before the model; None to measure them when the runtime starts.
+        gpu_baseline: bytes of the GPU that were taken before the model: by CUDA itself and by others.
     """
 
     device: torch.device
@@ -37,6 +38,7 @@ class Platform:
     offload_dir: Path | None = None
     make_transfer: Callable[[], Transfer] | None = None
     baseline: int | None = None
+    gpu_baseline: int = 0
 
 
 def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None]) -> list[str]:
@@ -52,6 +54,14 @@ def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None
     if dtype not in ("auto", *DTYPES):
         found.append(f"--dtype {dtype!r} is unknown; known ones: auto, {', '.join(DTYPES)}")
     return found
+
+
+def taken_on_gpu(device: torch.device) -> int:
+    """Bytes of a GPU that are taken now, by whomever; 0 where there is none."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def choose_device(name: str) -> torch.device:

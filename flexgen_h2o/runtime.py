@@ -4,7 +4,7 @@ The same code makes the parts on a device without memory: what its ledger then c
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -83,9 +83,8 @@ class Runtime:
         hold = self._resources.enter_context
         device, policy = self.platform.device, self.policy
         hold(self.ledger.held("cpu", BASELINE_LINE, baseline))
+        hold(self.ledger.held("gpu", BASELINE_LINE, self.platform.gpu_baseline))
         if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            hold(self.ledger.held("gpu", BASELINE_LINE, total - free))
             hold(self.ledger.held("cpu", STAGING_LINE, STAGED_BYTES))
         self.tiers = Tiers(device, self.ledger)
         self.transfer = self._make_transfer()
@@ -247,7 +246,7 @@ def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: Run
 
 def predict(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:
     """What a run would hold on each tier at its peak: all its buffers, made on a device without memory."""
-    dry = Platform(torch.device("meta"), {}, platform.joint, baseline=platform.baseline)
+    dry = replace(platform, device=torch.device("meta"), budgets={}, make_transfer=None)
     with Runtime(config, dtype, policy, dry) as runtime:
         names = config.shapes()
         runtime.load(
