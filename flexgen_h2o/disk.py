@@ -5,7 +5,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -42,6 +42,7 @@ class RunFolder:
         """
         nbytes = whole_pages(nbytes)
         path = self.path / name
+        path.unlink(missing_ok=True)  # that of other sizes, whose space can be used
         check_space(self.path, nbytes, name)
         with path.open("wb") as file:
             if nbytes:
@@ -111,6 +112,10 @@ class WeightFolder:
         check_space(self.path, sum(whole_pages(sizes[name]) for name in missing), "weights")
         return missing
 
+    def present_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of those of the parameters that are there already."""
+        return sum(max(0, self._size(name)) for name in names)
+
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes a parameter from host memory."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -121,6 +126,8 @@ class WeightFolder:
                 os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))
                 file.truncate(tensor.nbytes)
             write_extent(Extent(part, 0, tensor.nbytes), tensor.contiguous())
+            with part.open("rb") as file:
+                os.fsync(file.fileno())  # or a crash could leave a file of the right size, full of zeros
             part.rename(self._path(name))
         finally:
             part.unlink(missing_ok=True)

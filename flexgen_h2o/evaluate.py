@@ -45,9 +45,11 @@ def main(argv: list[str]) -> int:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.records import append_record
 
-    llm = LLM(args.model, device=device, dtype=dtype, gpu_batch_size=max(documents, recall_documents))
-    heldout = demo_heldout_set(llm, documents, recall_documents)
-    with tqdm(unit="row", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+    with (
+        LLM(args.model, device=device, dtype=dtype, gpu_batch_size=max(documents, recall_documents)) as llm,
+        tqdm(unit="row", file=sys.stderr, disable=not sys.stderr.isatty()) as bar,
+    ):
+        heldout = demo_heldout_set(llm, documents, recall_documents)
         rows = compare(llm, evictions, budgets, heldout, bar.update)
     result = {"model": llm.config.name, "dtype": dtype, "rows": rows}
     if args.record:

@@ -1,4 +1,4 @@
-"""Bytes in files: whole-page extents, read and written from tensors without a copy in between."""
+"""Bytes in files: whole-page extents, read into tensors and written from them."""
 
 import os
 from collections.abc import Iterable, Iterator

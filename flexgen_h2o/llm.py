@@ -18,6 +18,7 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import GenerationOutput, NoChoice, Request, Sampler
 from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
 from flexgen_h2o.machine import process_baseline
+from flexgen_h2o.placement import place_weights
 from flexgen_h2o.platforms import (
     DEFAULT_OFFLOAD_DIR,
     DEFAULT_WEIGHT_CACHE,
@@ -195,7 +196,23 @@ class LLM:
         """
         self.check_lengths(params, prompt_len)
         sizes = self._run_sizes(params, prompt_len, num_prompts)
-        check_fit(self.config, self.dtype, self.policy, self.platform, sizes)
+        check_fit(self.config, self.dtype, self.policy, self.platform, sizes, self._on_disk_already())
+
+    def _on_disk_already(self) -> int:
+        """Bytes on disk that this run finds there, or has put there itself."""
+        if self.runtime is not None:
+            return self.runtime.ledger.accounts["disk"].in_use
+        if self.policy.percent.weights[2] <= 0 or self.device.type == "meta":
+            return 0
+        folder = self._weight_folder(self._open_checkpoint())
+        homes = place_weights(self.config, self.policy.percent.weights)
+        return 0 if folder is None else folder.present_bytes(name for name, tier in homes.items() if tier == "disk")
+
+    def _open_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint, checked; None where weights are made up or none are needed."""
+        if self.uses_dummy_weights or self.folder is None or self.device.type == "meta":
+            return None
+        return open_checkpoint(self.folder, self.config)
 
     def check_lengths(self, params: SamplingParams, prompt_len: int = 1) -> None:
         """Checks what does not depend on the prompts but their length. Raises UsageError with every mistake found."""
@@ -223,10 +240,8 @@ class LLM:
         """Loads the weights, if they are not. `progress` is told how many bytes have just been placed."""
         if self.runtime is None:
             started = time.perf_counter()
-            checkpoint = None
-            if not self.uses_dummy_weights and self.folder is not None and self.device.type != "meta":
-                checkpoint = open_checkpoint(self.folder, self.config)
-                self.unused_keys = checkpoint.unused
+            checkpoint = self._open_checkpoint()
+            self.unused_keys = () if checkpoint is None else checkpoint.unused
             runtime = Runtime(self.config, self.dtype, self.policy, self.platform, self._weight_folder(checkpoint))
             try:
                 runtime.load(self._weight_source(checkpoint), progress)
@@ -258,7 +273,7 @@ class LLM:
         """Where this model's weights are kept on disk, named by everything that they depend on."""
         if self.policy.percent.weights[2] <= 0 or self.device.type == "meta":
             return None
-        origin = f"dummy {self.config} {self.seed}" if checkpoint is None else checkpoint.identity()
+        origin = f"dummy {self.config} {self.seed} {self.device.type}" if checkpoint is None else checkpoint.identity()
         return WeightFolder(Path(DEFAULT_WEIGHT_CACHE).expanduser() / cache_key(origin, self.dtype, WEIGHT_LAYOUT))
 
     def dry_run(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> None:

@@ -24,8 +24,20 @@ LADDER = tuple(
 )
 
 
-def check_fit(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:
-    """The predicted ledger. Raises UsageError with both numbers, and what would fit, if a tier's budget is exceeded."""
+def check_fit(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    policy: Policy,
+    platform: Platform,
+    sizes: RunSizes,
+    on_disk_already: int = 0,
+) -> Ledger:
+    """The predicted ledger. Raises UsageError with both numbers, and what would fit, if a tier's budget is exceeded.
+
+    Args:
+        on_disk_already: bytes that the run will find on disk, or has put there itself: they need no free space.
+    """
+    platform = _with_disk_budget(platform, on_disk_already)
     predicted = predict(config, dtype, policy, platform, sizes)
     exceeded = [_excess(predicted, platform, tier) for tier in TIERS if _exceeds(predicted, platform, tier)]
     if not exceeded:
@@ -34,13 +46,21 @@ def check_fit(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform:
     raise UsageError(f"{config.name} with --percent {policy.percent} needs {'; and '.join(exceeded)}. {way_out}")
 
 
+def _with_disk_budget(platform: Platform, on_disk_already: int) -> Platform:
+    """The platform, with no more on disk than there is."""
+    if platform.offload_dir is None or platform.device.type == "meta":
+        return platform
+    available = free_disk_bytes(platform.offload_dir) + on_disk_already
+    asked = platform.budgets.get("disk")
+    budgets: dict[Tier, int | None] = {
+        **platform.budgets,
+        "disk": available if asked is None else min(asked, available),
+    }
+    return replace(platform, budgets=budgets)
+
+
 def _budget(platform: Platform, tier: Tier) -> int | None:
-    """What a tier may hold: as asked, and on disk never more than there is."""
-    budget = platform.budgets.get(tier)
-    if tier == "disk" and platform.offload_dir is not None and platform.device.type != "meta":
-        free = free_disk_bytes(platform.offload_dir)
-        return free if budget is None else min(budget, free)
-    return budget
+    return platform.budgets.get(tier)
 
 
 def _exceeds(predicted: Ledger, platform: Platform, tier: Tier) -> bool:
@@ -65,10 +85,11 @@ def _way_out(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: 
             return f"--percent {percent} would fit"
     for percent in (policy.percent, LADDER[-1]):
         for rows in _fewer(sizes.rows):
-            smaller = Policy(gpu_batch_size=rows, percent=percent, overlap=policy.overlap)
+            smaller = replace(policy, gpu_batch_size=rows, num_gpu_batches=1, decode_batch_size=None, percent=percent)
             ledger = predict(config, dtype, smaller, platform, replace(sizes, rows=rows))
             if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
                 placed = "" if percent == policy.percent else f" with --percent {percent}"
+                placed += "" if policy.decode_batch_size is None else " and without --decode-batch-size"
                 return f"A block of {rows} rows (--gpu-batch-size {rows} --num-gpu-batches 1){placed} would fit"
     return "Take a smaller model, shorter texts, or a machine with more memory"
 

@@ -79,7 +79,7 @@ def _memory(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int 
     if llm.device.type != "meta":
         measured["cpu"] = peak_resident_bytes()
     if llm.device.type == "cuda":
-        measured["gpu"] = torch.cuda.max_memory_reserved(llm.device)
+        measured["gpu"] = torch.cuda.max_memory_reserved(llm.device) + llm.platform.gpu_baseline
     return {
         **{f"{tier}_peak_bytes": measured[tier] for tier in TIERS},
         "weights_bytes": 0 if llm.runtime is None else llm.runtime.weights.nbytes,
@@ -136,7 +136,8 @@ def _ledger_lines(memory: dict[str, Any]) -> list[str]:
 
 
 def _measured_line(memory: dict[str, Any]) -> str:
-    return f"peak memory of the process, measured: {gb(memory['cpu_peak_bytes'])}"
+    on_gpu = f"; of the GPU: {gb(memory['gpu_peak_bytes'])}" if memory["gpu_peak_bytes"] else ""
+    return f"peak memory of the process, measured: {gb(memory['cpu_peak_bytes'])}{on_gpu}"
 
 
 def environment() -> dict[str, Any]:

@@ -55,6 +55,12 @@ def _source(options: Options, llm: "LLM") -> "PromptSource":
 
 def _warn_of_idle_flags(options: Options, llm: "LLM") -> None:
     """Names what was asked for and means nothing without a GPU."""
+    if llm.policy.cpu_cache_compute and llm.device.type != "cpu" and llm.policy.group_rows >= llm.policy.block_rows:
+        print(
+            "note: --cpu-cache-compute has one group of rows, so that CPU and GPU take turns;"
+            " with --num-gpu-batches 2 or more, and --overlap, they work at once",
+            file=sys.stderr,
+        )
     if llm.device.type != "cpu":
         return
     for flag in options.gpu_only:

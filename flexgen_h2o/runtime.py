@@ -3,6 +3,7 @@
 The same code makes the parts on a device without memory: what its ledger then counts is the prediction for a real run.
 """
 
+import contextlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import torch
 from flexgen_h2o.disk import RunFolder, WeightFolder
 from flexgen_h2o.engine import Engine, unit_shapes
 from flexgen_h2o.hidden import HiddenStore
-from flexgen_h2o.kvcache.attention import prefill_attention_bytes
+from flexgen_h2o.kvcache.attention import GPU_PREFILL_LOGITS, prefill_attention_bytes
 from flexgen_h2o.kvcache.buffer import UnitShape
 from flexgen_h2o.kvcache.cache import KVCache
 from flexgen_h2o.kvcache.eviction import EvictionRule
@@ -70,6 +71,7 @@ class Runtime:
         self._resources = ExitStack()
         self._engine_resources = ExitStack()
         self._sizes: RunSizes | None = None
+        self.transfer = self._make_transfer()
         try:
             self._start(weight_folder)
         except BaseException:
@@ -87,8 +89,6 @@ class Runtime:
         if device.type == "cuda":
             hold(self.ledger.held("cpu", STAGING_LINE, STAGED_BYTES))
         self.tiers = Tiers(device, self.ledger)
-        self.transfer = self._make_transfer()
-        self._resources.callback(self.transfer.close)
         self.run_folder: RunFolder | None = None
         if self._uses_disk and self.platform.offload_dir is not None and device.type != "meta":
             self.run_folder = hold(RunFolder(self.platform.offload_dir))
@@ -174,10 +174,11 @@ class Runtime:
         return Engine(config, policy, self.weights, kv, hidden, workspaces, self.transfer, self.platform.device)
 
     def _make_workspace(self, resources: ExitStack, sizes: RunSizes) -> Workspace:
-        nbytes = workspace_bytes(self.config, self.policy, self.dtype.itemsize, sizes)
+        logits = None if self.platform.joint else GPU_PREFILL_LOGITS
+        nbytes = workspace_bytes(self.config, self.policy, self.dtype.itemsize, sizes, logits)
         stored = self.tiers.allocate("gpu", WORKSPACE_LINE, (nbytes,), torch.uint8, WORKSPACE_LINE)
         resources.callback(self.tiers.release, stored, WORKSPACE_LINE)
-        return Workspace(stored.resident(frozenset(("gpu",))))
+        return Workspace(stored.resident(frozenset(("gpu",))), logits)
 
     def _host_passing(self, unit: UnitShape) -> int:
         """What the CPU needs to attend to a unit, or to repeat a step on one, beside a GPU."""
@@ -199,11 +200,13 @@ class Runtime:
         return [*weights, *cache, *hidden]
 
     def close(self) -> None:
-        """Gives everything back: memory, threads and files."""
-        try:
-            self._engine_resources.close()
-        finally:
-            self._resources.close()
+        """Gives everything back: threads, memory and files. Copies end before what they read or write is gone."""
+        with ExitStack() as last_to_first:
+            last_to_first.push(self._resources)
+            last_to_first.push(self._engine_resources)
+            last_to_first.callback(self.transfer.close)
+            with contextlib.suppress(Exception):  # whoever waited for a copy that failed has had its error
+                self.transfer.drain()
 
     def __enter__(self) -> "Runtime":
         return self
@@ -212,14 +215,16 @@ class Runtime:
         self.close()
 
 
-def workspace_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes) -> int:
+def workspace_bytes(
+    config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes, prefill_logits: int | None = None
+) -> int:
     """The most that compute takes of one workspace: for a layer in prefill or decode, or for the choice of tokens."""
     shape = cut_block(sizes.rows, policy.gpu_batch_size, policy.group_rows)
     unit_rows = max(rows.stop - rows.start for rows in shape.unit_rows)
     group_rows = max(group.rows.stop - group.rows.start for group in shape.decode_groups)
     tokens = max(unit_rows * sizes.prompt_len, group_rows)
     attention = prefill_attention_bytes(
-        unit_rows, config.num_attention_heads, sizes.prompt_len, config.head_dim, itemsize
+        unit_rows, config.num_attention_heads, sizes.prompt_len, config.head_dim, itemsize, prefill_logits
     )
     norms = tokens * (config.hidden_size * itemsize + 8)
     # Until attention ends: norm, queries, keys, values. Then also its projection, a norm and the MLP.
@@ -237,11 +242,12 @@ def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: Run
     """What compute allocates and frees beside the workspace: hidden states that come and go, and what fills the KV."""
     unit_rows = min(policy.gpu_batch_size, sizes.rows)
     hidden = unit_rows * sizes.prompt_len * config.hidden_size * itemsize
+    normalised = hidden  # torch's layer normalisation makes its output twice
     travelling = (1 + policy.look_ahead) * hidden if policy.percent.hidden[0] < 1 else 0
     kept = 2 * unit_rows * config.hidden_size * sizes.rule.slots * itemsize
     scores = 4 * unit_rows * config.num_attention_heads * max(sizes.prompt_len, sizes.rule.slots) * 4
     activation = unit_rows * sizes.prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
-    return hidden + travelling + max(kept + scores, activation)
+    return hidden + travelling + max(normalised, kept + scores, activation)
 
 
 def predict(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:

@@ -176,7 +176,12 @@ class Tiers:
         tensor = torch.empty(shape, dtype=dtype, device=self.memory_device(tier))
         if pin and tier == "cpu" and self.device.type == "cuda" and tensor.nbytes:
             # Pinned in place: torch's own allocator of pinned memory rounds up to the next power of two.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+            try:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{gb(tensor.nbytes)} of host memory cannot be pinned ({error}); try --pin-weight false"
+                ) from error
             self._pinned.add(tensor.data_ptr())
         return tensor
 

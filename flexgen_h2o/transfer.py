@@ -238,6 +238,14 @@ class CudaTransfer(ThreadTransfer):
     def used(self) -> Ticket:
         return Ticket(self._stamp())
 
+    def drain(self) -> None:
+        try:
+            super().drain()
+        finally:
+            # A ticket is settled when its copy has been issued; here the copies themselves are waited for.
+            for stream in self._streams.values():
+                stream.synchronize()
+
     def copy(self, link: Link, target: Tensor, source: Tensor) -> None:
         self.count(link, target.nbytes)
         if source.is_cuda:

@@ -46,7 +46,8 @@ def checkpoint_source(checkpoint: Checkpoint) -> TensorSource:
 def dummy_source(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
     """Random parameters: normal with standard deviation 0.02, norm weights around 1.
 
-    Each depends on the seed and its own name alone, so that the same parameter is the same wherever it is placed.
+    Each depends on the seed, its own name and the kind of device that makes it, so that a parameter is the same
+    wherever it is placed.
     """
     shapes = config.shapes()
 

@@ -25,9 +25,11 @@ class Workspace:
 
     Args:
         storage: [n] uint8, the memory.
+        prefill_logits: how many logits prefill attention may hold at once; None for what suits a CPU.
     """
 
-    def __init__(self, storage: Tensor):
+    def __init__(self, storage: Tensor, prefill_logits: int | None = None):
+        self.prefill_logits = prefill_logits
         self._storage = storage
         self._used = 0
 

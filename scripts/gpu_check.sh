@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measures what only a GPU decides, in at most four minutes on one large GPU. Appends to results/gpu/.
+# Tests and measures what only a GPU decides; meant for four minutes on one large GPU. Appends to results/gpu/.
 #   bash scripts/gpu_check.sh [--part correctness|resident|offload]
 # PYTHON=/path/to/python uses an environment that is there; without it, scripts/setup.sh makes one.
 set -euo pipefail

@@ -53,15 +53,15 @@ def main() -> int:
     print(text.splitlines()[0])
     print("... asked and answered three times, then a page of Jane Austen, then:")
     print(f"{QUESTION} ...\n")
-    full = LLM(eviction="full")
-    length = len(full.encode(text)) + GEN_LEN
+    length = len(LLM(eviction="full").encode(text)) + GEN_LEN
     for eviction, kept in POLICIES.items():
-        llm = policy_model(eviction, int(KEPT * length))
-        output = llm.generate([text], SamplingParams(max_new_tokens=GEN_LEN))[0]
-        slots = llm.rule(len(output.prompt_token_ids), GEN_LEN).slots
+        with policy_model(eviction, int(KEPT * length)) as llm:
+            output = llm.generate([text], SamplingParams(max_new_tokens=GEN_LEN))[0]
+            slots = llm.rule(len(output.prompt_token_ids), GEN_LEN).slots
+            kv_bytes = llm.kv_cache_bytes
         answer = (output.text or "").split("\n")[0].strip()
         verdict = "right" if answer == ANSWER.strip() else "wrong"
-        size = f"{slots} entries, {llm.kv_cache_bytes:,} bytes of KV"
+        size = f"{slots} entries, {kv_bytes:,} bytes of KV"
         print(f"{eviction:6}{size:>37}: {answer!r:28} {verdict} (keeps {kept})")
     return EXIT_OK
 

@@ -9,8 +9,9 @@ from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
 from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
 # Logits held at once in prefill: rows x heads x queries x n. Large enough for efficient products, small enough that
-# memory grows with n and never with its square.
+# memory grows with n and never with its square. On a CPU they should fit its caches; a GPU wants much work at a time.
 PREFILL_LOGITS = 2**20
+GPU_PREFILL_LOGITS = 2**25
 # Sequences are taken apart before their queries are cut in chunks smaller than this.
 LEAST_QUERIES = 64
 
@@ -33,7 +34,7 @@ def prefill_attention(
     # Laid out as the output projection wants it: a token's heads side by side.
     output = workspace.take((rows, n, heads, head_dim), value.dtype).transpose(1, 2)
     sums = workspace.take((rows, heads, n), torch.float32).zero_() if sum_attention else None
-    rows_at_once, chunk = prefill_chunks(rows, heads, n)
+    rows_at_once, chunk = prefill_chunks(rows, heads, n, workspace.prefill_logits)
     first_columns = padding.on(query.device)
     for start in _walk(range(0, rows, rows_at_once), query):
         part = slice(start, start + rows_at_once)
@@ -52,10 +53,11 @@ def prefill_attention(
     return output, sums
 
 
-def prefill_chunks(rows: int, heads: int, n: int) -> tuple[int, int]:
+def prefill_chunks(rows: int, heads: int, n: int, logits: int | None = None) -> tuple[int, int]:
     """How many sequences, and how many of their queries, prefill attends to at once."""
-    rows_at_once = min(rows, max(1, PREFILL_LOGITS // (heads * n * min(n, LEAST_QUERIES))))
-    return rows_at_once, max(1, min(n, PREFILL_LOGITS // (rows_at_once * heads * n)))
+    limit = PREFILL_LOGITS if logits is None else logits
+    rows_at_once = min(rows, max(1, limit // (heads * n * min(n, LEAST_QUERIES))))
+    return rows_at_once, max(1, min(n, limit // (rows_at_once * heads * n)))
 
 
 def _walk(starts: range, tensor: Tensor) -> range:
@@ -63,9 +65,11 @@ def _walk(starts: range, tensor: Tensor) -> range:
     return starts[-1:] if tensor.is_meta else starts
 
 
-def prefill_attention_bytes(rows: int, heads: int, n: int, head_dim: int, itemsize: int) -> int:
+def prefill_attention_bytes(
+    rows: int, heads: int, n: int, head_dim: int, itemsize: int, logits_at_once: int | None = None
+) -> int:
     """What prefill_attention takes of the workspace at its most."""
-    rows_at_once, chunk = prefill_chunks(rows, heads, n)
+    rows_at_once, chunk = prefill_chunks(rows, heads, n, logits_at_once)
     logits = rows_at_once * heads * chunk * n
     passing = 4 * rows_at_once * heads * n * head_dim * itemsize  # queries, keys, values, the chunk's output
     held = rows * heads * n * (head_dim * itemsize + 4)  # output and sums
