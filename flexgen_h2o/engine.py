@@ -127,7 +127,6 @@ class Engine:
         self.transfer = transfer
         self.device = device
 
-    @torch.inference_mode()
     def run(self, block: PromptBlock, gen_len: int, chooser: TokenChooser) -> BlockTimes:
         """Generates up to `gen_len` tokens (at least 1) for each row, as the chooser decides."""
         return self.walk(block, range(gen_len), chooser)
