@@ -12,7 +12,7 @@ from flexgen_h2o.disk import RunFolder
 from flexgen_h2o.extents import Extent, whole_pages
 from flexgen_h2o.placement import Tier
 from flexgen_h2o.tiers import Stored, Tiers
-from flexgen_h2o.transfer import Ticket, Transfer
+from flexgen_h2o.transfer import Ticket, Transfer, start_load, start_store
 
 LEDGER_LINE = "hidden states"
 
@@ -114,13 +114,7 @@ class HiddenStore:
         place.shape, place.on_device = source.shape, None
         source = source.contiguous()
         after = [self._transfer.used(), place.stored]
-        transfer = self._transfer
-        if place.home is not None:
-            target = self._view(place.home, place.shape)
-            place.stored = transfer.submit("d2h", lambda: transfer.copy("d2h", target, source), after)
-        else:
-            extent = self._extent(place)
-            place.stored = transfer.submit("disk_write", lambda: transfer.write(extent, source), after)
+        place.stored = start_store(self._transfer, self._home(place), source, after)
 
     def load(self, group: int) -> None:
         """Starts to bring a group's hidden states to the device."""
@@ -130,13 +124,7 @@ class HiddenStore:
         target = torch.empty(place.shape, dtype=self._dtype, device=self._tiers.device)
         place.on_device = target
         after = [self._transfer.used(), place.stored]
-        transfer = self._transfer
-        if place.home is not None:
-            source = self._view(place.home, place.shape)
-            place.loaded = transfer.submit("h2d", lambda: transfer.copy("h2d", target, source), after)
-        else:
-            extent = self._extent(place)
-            place.loaded = transfer.submit("disk_read", lambda: transfer.read(target, extent), after)
+        place.loaded = start_load(self._transfer, target, self._home(place), after)
 
     def close(self) -> None:
         """Gives all bytes back."""
@@ -145,10 +133,10 @@ class HiddenStore:
         self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
         self._homes, self._places, self._disk_bytes = [], [], 0
 
-    def _view(self, home: Stored, shape: torch.Size) -> Tensor:
-        assert home.tensor is not None
-        return home.tensor[: prod(shape)].view(shape)
-
-    def _extent(self, place: Place) -> Extent:
+    def _home(self, place: Place) -> Tensor | Extent:
+        """The part of a group's home that its hidden states take now."""
+        elements = prod(place.shape)
+        if place.home is not None and place.home.tensor is not None:
+            return place.home.tensor[:elements].view(place.shape)
         assert place.extent is not None
-        return place.extent.part(slice(0, prod(place.shape) * self._dtype.itemsize))
+        return place.extent.part(slice(0, elements * self._dtype.itemsize))

@@ -122,6 +122,13 @@ class Stored:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def place(self) -> Tensor | Extent:
+        """Where it lives, to be copied from there."""
+        place = self.tensor if self.extent is None else self.extent
+        assert place is not None
+        return place
+
     def resident(self, tiers: frozenset[Tier]) -> Tensor:
         """The tensor, for use on a device that can reach `tiers`. Raises RuntimeError if it lives elsewhere."""
         if self.tier not in tiers or self.tensor is None:

@@ -106,6 +106,27 @@ class Transfer(Protocol):
         """Ends the workers; work not yet begun is dropped."""
 
 
+Location = Tensor | Extent  # where something lives: in memory, or in a file
+
+
+def start_load(transfer: Transfer, target: Tensor, source: Location, after: Sequence[Ticket]) -> Ticket:
+    """Starts to bring what lives at `source` to a tensor on the device."""
+    if isinstance(source, Extent):
+        extent = source
+        return transfer.submit("disk_read", lambda: transfer.read(target, extent), after)
+    tensor = source
+    return transfer.submit("h2d", lambda: transfer.copy("h2d", target, tensor), after)
+
+
+def start_store(transfer: Transfer, target: Location, source: Tensor, after: Sequence[Ticket]) -> Ticket:
+    """Starts to put a tensor on the device where it lives."""
+    if isinstance(target, Extent):
+        extent = target
+        return transfer.submit("disk_write", lambda: transfer.write(extent, source), after)
+    tensor = target
+    return transfer.submit("d2h", lambda: transfer.copy("d2h", tensor, source), after)
+
+
 class HostCopies:
     """Copies between tensors in host memory, and between them and files. Tensors without memory (meta) only count."""
 

@@ -20,7 +20,7 @@ from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.placement import WeightHomes
 from flexgen_h2o.schedule import OUTER
 from flexgen_h2o.tiers import Stored, Tiers
-from flexgen_h2o.transfer import Ticket, Transfer
+from flexgen_h2o.transfer import Ticket, Transfer, start_load
 
 # Standard deviation of made-up weights: OPT's own initialisation.
 DUMMY_STD = 0.02
@@ -183,16 +183,7 @@ class WeightStore:
             stored = self._stored[self._full_name(page, name)]
             if stored.tier in self._tiers.reachable:
                 continue
-            buffer.loaded.append(self._start_copy(stored, target, buffer.free))
-
-    def _start_copy(self, stored: Stored, target: Tensor, free: Ticket) -> Ticket:
-        transfer = self._transfer
-        if stored.extent is not None:
-            extent = stored.extent
-            return transfer.submit("disk_read", lambda: transfer.read(target, extent), [free])
-        source = stored.tensor
-        assert source is not None
-        return transfer.submit("h2d", lambda: transfer.copy("h2d", target, source), [free])
+            buffer.loaded.append(start_load(self._transfer, target, stored.place, [buffer.free]))
 
     def page(self, page: int) -> Mapping[str, Tensor]:
         """A page's parameters on the device, by name relative to it; those that had to be fetched have arrived."""

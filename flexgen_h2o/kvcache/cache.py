@@ -19,7 +19,7 @@ from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import EvictionRule
 from flexgen_h2o.placement import Tier
 from flexgen_h2o.tiers import Stored, Tiers
-from flexgen_h2o.transfer import Ticket, Transfer
+from flexgen_h2o.transfer import Ticket, Transfer, start_load, start_store
 
 LEDGER_LINE = "KV cache"
 WORKING_LINE = "KV working buffers"
@@ -41,6 +41,13 @@ class Unit:
     extent: Extent | None = None
     columns_seen: int = 0
     stored: Ticket = field(default_factory=Ticket)
+
+    @property
+    def place(self) -> Tensor | Extent:
+        """Where it lives, to be copied from and to."""
+        place = self.extent if self.buffer is None else self.buffer.storage
+        assert place is not None
+        return place
 
 
 @dataclass
@@ -123,14 +130,7 @@ class KVCache:
         working = self._next_working(layer, unit)
         after = [here.stored, *working.free]
         working.buffer.resume(self._padding[unit], here.columns_seen)
-        target = self._unit_storage(working, unit)
-        if here.buffer is not None:
-            source = here.buffer.storage
-            working.loaded = self._transfer.submit("h2d", lambda: self._transfer.copy("h2d", target, source), after)
-        else:
-            extent = here.extent
-            assert extent is not None
-            working.loaded = self._transfer.submit("disk_read", lambda: self._transfer.read(target, extent), after)
+        working.loaded = start_load(self._transfer, self._unit_storage(working, unit), here.place, after)
 
     def empty(self, layer: int, unit: int) -> KVBuffer:
         """An empty buffer on the device, for prefill to fill with this unit's KV."""
@@ -229,14 +229,8 @@ class KVCache:
     def _store_whole(self, layer: int, unit: int) -> None:
         here = self.units[layer][unit]
         working = self._in_use.pop((layer, unit))
-        source, extent = self._unit_storage(working, unit), here.extent
         after = [self._transfer.used(), here.stored]
-        if here.buffer is not None:
-            target = here.buffer.storage
-            here.stored = self._transfer.submit("d2h", lambda: self._transfer.copy("d2h", target, source), after)
-        else:
-            assert extent is not None
-            here.stored = self._transfer.submit("disk_write", lambda: self._transfer.write(extent, source), after)
+        here.stored = start_store(self._transfer, here.place, self._unit_storage(working, unit), after)
         working.free = [here.stored]
 
     def _unit_storage(self, working: WorkingBuffer, unit: int) -> Tensor:
