@@ -1,6 +1,22 @@
 """Build script of the package; settings of the tools are in pyproject.toml."""
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+
+# A plain library that is loaded through ctypes. OpenMP's functions are not linked: the process has torch's. Where there
+# is no compiler, the same runs on torch's operations.
+NATIVE = Extension(
+    "flexgen_h2o.kernels._native",
+    sources=["flexgen_h2o/kernels/native/attention.cpp"],
+    depends=[
+        "flexgen_h2o/kernels/native/attention.inc",
+        "flexgen_h2o/kernels/native/vectors.h",
+        "flexgen_h2o/kernels/native/vectors_avx2.inc",
+        "flexgen_h2o/kernels/native/vectors_avx512.inc",
+    ],
+    language="c++",
+    extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-w"],
+    optional=True,
+)
 
 setup(
     name="flexgen_h2o",
@@ -12,6 +28,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
     package_data={"flexgen_h2o.demo": ["README.md", "model/*", "heldout/*"]},
+    ext_modules=[NATIVE],
     zip_safe=False,
     install_requires=[
         "torch>=2.4",

@@ -202,7 +202,7 @@ class BatchJob:
             write_line(file, {"id": line.id, "line": line.line, "error": error})
 
     def _load(self) -> None:
-        total = weight_bytes(self.llm.config, self.llm.dtype.itemsize)
+        total = weight_bytes(self.llm.config, self.llm.dtype, self.llm.platform.matrix_layout)
         with tqdm(
             total=total,
             unit="B",

@@ -1,27 +1,41 @@
 """OPT's mathematics as pure functions of tensors (Zhang et al. 2022, arXiv 2205.01068).
 
-Weights come as a mapping from the parameter's name, relative to its layer, to a tensor; a bias or norm parameter that
-the architecture lacks is simply absent. `rows` are sequences, `n` is tokens per sequence: the prompt's width in
+Weights come by the parameter's name, relative to its layer; a bias or norm parameter that the architecture lacks is
+simply absent. `rows` are sequences, `n` is tokens per sequence: the prompt's width in
 prefill, 1 in decode.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.kernels.matrices import Matrix
 from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.workspace import Workspace
 
-TensorMap = Mapping[str, Tensor]
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of a layer, or of what lies outside the layers, where compute can reach them; by relative name.
+
+    Attributes:
+        tensors: norms, biases and the position table.
+        matrices: all others.
+    """
+
+    tensors: Mapping[str, Tensor]
+    matrices: Mapping[str, Matrix]
+
 
 # OPT's position table has two rows before that of position 0.
 POSITION_OFFSET = 2
 
 
-def embed(ids: Tensor, positions: Tensor, weights: TensorMap, config: ModelConfig) -> Tensor:
+def embed(ids: Tensor, positions: Tensor, weights: Parameters, config: ModelConfig) -> Tensor:
     """Token plus position embedding.
 
     Args:
@@ -29,14 +43,14 @@ def embed(ids: Tensor, positions: Tensor, weights: TensorMap, config: ModelConfi
         positions: [rows, n] count of real tokens before each token; pads may hold any value from 0 up.
     Returns: [rows, n, hidden_size].
     """
-    tokens = F.embedding(ids, weights["embed_tokens.weight"])
+    tokens = weights.matrices["embed_tokens.weight"].rows(ids)
     if config.has_embedding_projection:
-        tokens = F.linear(tokens, weights["project_in.weight"])
-    return tokens + F.embedding(positions + POSITION_OFFSET, weights["embed_positions.weight"])
+        tokens = _project(tokens, weights.matrices["project_in.weight"])
+    return tokens + F.embedding(positions + POSITION_OFFSET, weights.tensors["embed_positions.weight"])
 
 
 def project_qkv(
-    hidden: Tensor, weights: TensorMap, config: ModelConfig, workspace: Workspace
+    hidden: Tensor, weights: Parameters, config: ModelConfig, workspace: Workspace
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (already scaled by head_dim ** -0.5), keys and values of one layer, in the workspace.
 
@@ -59,7 +73,7 @@ def project_qkv(
 
 
 def finish_layer(
-    hidden: Tensor, attended: Tensor, weights: TensorMap, config: ModelConfig, workspace: Workspace
+    hidden: Tensor, attended: Tensor, weights: Parameters, config: ModelConfig, workspace: Workspace
 ) -> Tensor:
     """Attention's output projection, the MLP and both residual additions. Changes `hidden` and returns it.
 
@@ -81,7 +95,7 @@ def finish_layer(
     return hidden
 
 
-def next_token_logits(hidden: Tensor, weights: TensorMap, config: ModelConfig, workspace: Workspace) -> Tensor:
+def next_token_logits(hidden: Tensor, weights: Parameters, config: ModelConfig, workspace: Workspace) -> Tensor:
     """Scores of the token after each row's last one, in the workspace.
 
     Args:
@@ -91,34 +105,35 @@ def next_token_logits(hidden: Tensor, weights: TensorMap, config: ModelConfig, w
     if config.has_final_norm:
         hidden = _norm(hidden, weights, "final_layer_norm", config, workspace)
     if config.has_embedding_projection:
-        hidden = F.linear(hidden, weights["project_out.weight"])
-    head = weights["embed_tokens.weight"] if config.tie_word_embeddings else weights["lm_head.weight"]
-    logits = _product(hidden, head, None, workspace)
+        hidden = _project(hidden, weights.matrices["project_out.weight"])
+    head = weights.matrices["embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    logits = head.product(hidden, None, workspace.take((hidden.shape[0], head.shape[0]), hidden.dtype))
     if logits.dtype == torch.float32:
         return logits
     return workspace.take(tuple(logits.shape), torch.float32).copy_(logits)
 
 
-def _linear(x: Tensor, weights: TensorMap, name: str, workspace: Workspace) -> Tensor:
-    return _product(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), workspace)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
-    """[tokens, in] . [out, in] -> [tokens, out]."""
+def _linear(x: Tensor, weights: Parameters, name: str, workspace: Workspace) -> Tensor:
+    """[tokens, in] -> [tokens, out], in the workspace."""
+    weight = weights.matrices[f"{name}.weight"]
     output = workspace.take((x.shape[0], weight.shape[0]), x.dtype)
-    if bias is None:
-        return torch.mm(x, weight.t(), out=output)
-    return torch.addmm(bias, x, weight.t(), out=output)
+    return weight.product(x, weights.tensors.get(f"{name}.bias"), output)
 
 
-def _norm(x: Tensor, weights: TensorMap, name: str, config: ModelConfig, workspace: Workspace) -> Tensor:
+def _project(x: Tensor, weight: Matrix) -> Tensor:
+    """[..., in] -> [..., out], between the width of the embeddings and that of the hidden states."""
+    flat = x.reshape(-1, x.shape[-1])
+    return weight.product(flat, None, flat.new_empty(flat.shape[0], weight.shape[0])).view(*x.shape[:-1], -1)
+
+
+def _norm(x: Tensor, weights: Parameters, name: str, config: ModelConfig, workspace: Workspace) -> Tensor:
     """Layer normalisation of [tokens, hidden_size]."""
     statistics = (x.shape[0], 1)
     output, _, _ = torch.ops.aten.native_layer_norm.out(
         x,
         (config.hidden_size,),
-        weights.get(f"{name}.weight"),
-        weights.get(f"{name}.bias"),
+        weights.tensors.get(f"{name}.weight"),
+        weights.tensors.get(f"{name}.bias"),
         1e-5,
         out0=workspace.take(tuple(x.shape), x.dtype),
         out1=workspace.take(statistics, _statistics_dtype(x)),

@@ -16,6 +16,7 @@ from flexgen_h2o.disk import WeightFolder, cache_key
 from flexgen_h2o.engine import Engine, PromptBlock, pad_prompts, unit_shapes
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import GenerationOutput, NoChoice, Request, Sampler
+from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
 from flexgen_h2o.machine import process_baseline
 from flexgen_h2o.placement import place_weights
@@ -124,6 +125,7 @@ class LLM:
             offload_dir=Path(offload_dir).expanduser(),
             baseline=process_baseline(self.dtype),
             gpu_baseline=taken_on_gpu(self.device),
+            matrix_layout=best_layout(self.device, self.dtype, self.config.matrix_shapes()),
         )
         self.tokenizer: Tokenizer | None = None if source.folder is None else load_tokenizer(source.folder, self.config)
         self.runtime: Runtime | None = None
@@ -274,7 +276,10 @@ class LLM:
         if self.policy.percent.weights[2] <= 0 or self.device.type == "meta":
             return None
         origin = f"dummy {self.config} {self.seed} {self.device.type}" if checkpoint is None else checkpoint.identity()
-        return WeightFolder(Path(DEFAULT_WEIGHT_CACHE).expanduser() / cache_key(origin, self.dtype, WEIGHT_LAYOUT))
+        return WeightFolder(
+            Path(DEFAULT_WEIGHT_CACHE).expanduser()
+            / cache_key(origin, self.dtype, self.platform.matrix_layout.name, WEIGHT_LAYOUT)
+        )
 
     def dry_run(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> None:
         """Walks prefill, the first two decode steps and the last, for one block on a device without memory."""

@@ -13,6 +13,8 @@ from flexgen_h2o.errors import UsageError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new")
 
+OUTER_MATRICES = ("embed_tokens.weight", "project_in.weight", "project_out.weight", "lm_head.weight")
+
 # name: (layers, heads, hidden size). All but 350m: pre-norm, embeddings as wide as the hidden state.
 PUBLISHED_SIZES = {
     "opt-125m": (12, 12, 768),
@@ -27,6 +29,15 @@ PUBLISHED_SIZES = {
 }
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a parameter is multiplied with, or a table as large as one; not so the position table, norms and biases.
+
+    Args:
+        name: relative to the decoder or to its layer.
+    """
+    return name.endswith(("_proj.weight", "fc1.weight", "fc2.weight")) or name in OUTER_MATRICES
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,11 @@ class ModelConfig:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, embed)
         return shapes
+
+    def matrix_shapes(self) -> set[tuple[int, int]]:
+        """Shapes [out, in] of the model's matrices."""
+        shapes = {**self.outer_shapes(), **self.layer_shapes()}
+        return {(shape[0], shape[1]) for name, shape in shapes.items() if is_matrix(name)}
 
     def shapes(self) -> Shapes:
         """Every parameter of the model, by its name relative to the decoder."""

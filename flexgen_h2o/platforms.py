@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o.kernels.matrices import MatrixLayout, PlainLayout
 from flexgen_h2o.machine import usable_memory
 from flexgen_h2o.placement import Tier
 from flexgen_h2o.tiers import GB
@@ -30,6 +31,7 @@ class Platform:
         make_transfer: overrides the back-end that goes with the device.
         baseline: bytes that the process held before the model; None to measure them when the runtime starts.
         gpu_baseline: bytes of the GPU that were taken before the model: by CUDA itself and by others.
+        matrix_layout: how weight matrices lie in memory and on disk.
     """
 
     device: torch.device
@@ -39,6 +41,7 @@ class Platform:
     make_transfer: Callable[[], Transfer] | None = None
     baseline: int | None = None
     gpu_baseline: int = 0
+    matrix_layout: MatrixLayout = field(default_factory=PlainLayout)
 
 
 def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None]) -> list[str]:

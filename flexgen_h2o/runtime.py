@@ -12,6 +12,7 @@ import torch
 from flexgen_h2o.disk import RunFolder, WeightFolder
 from flexgen_h2o.engine import Engine, unit_shapes
 from flexgen_h2o.hidden import HiddenStore
+from flexgen_h2o.kernels.matrices import MatrixLayout, result_bytes
 from flexgen_h2o.kvcache.attention import GPU_PREFILL_LOGITS, prefill_attention_bytes
 from flexgen_h2o.kvcache.buffer import UnitShape
 from flexgen_h2o.kvcache.cache import KVCache
@@ -99,6 +100,7 @@ class Runtime:
             self.tiers,
             self.transfer,
             policy.look_ahead,
+            self.platform.matrix_layout,
             weight_folder,
             policy.pin_weight,
         )
@@ -139,7 +141,7 @@ class Runtime:
         config, policy, percent = self.config, self.policy, self.policy.percent
         self._engine_resources = resources = ExitStack()
         try:
-            passing = passing_bytes(config, policy, self.dtype.itemsize, sizes)
+            passing = passing_bytes(config, policy, self.dtype.itemsize, sizes, self.platform.matrix_layout)
             resources.enter_context(self.ledger.held("gpu", PASSING_LINE, passing))
             workspaces = [self._make_workspace(resources, sizes) for _ in range(policy.groups_in_flight)]
             shapes = unit_shapes(config, sizes.rule, policy, sizes.rows)
@@ -188,8 +190,7 @@ class Runtime:
 
     def achieved_percent(self) -> list[float]:
         """The six percentages as they are: whole tensors of weights, whole units of KV and hidden states."""
-        shapes = self.config.shapes()
-        weights = achieved((tier, torch.Size(shapes[name]).numel()) for name, tier in self.weights.homes.items())
+        weights = achieved(self.weights.sizes())
         if self._sizes is None:
             return [*weights]
         units = unit_shapes(self.config, self._sizes.rule, self.policy, self._sizes.rows)
@@ -238,7 +239,7 @@ def workspace_bytes(
     return max(held + attention, held + attended + rest, choice) + 32 * ALIGNMENT
 
 
-def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes) -> int:
+def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes, layout: MatrixLayout) -> int:
     """What compute allocates and frees beside the workspace: hidden states that come and go, and what fills the KV."""
     unit_rows = min(policy.gpu_batch_size, sizes.rows)
     hidden = unit_rows * sizes.prompt_len * config.hidden_size * itemsize
@@ -247,7 +248,12 @@ def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: Run
     kept = 2 * unit_rows * config.hidden_size * sizes.rule.slots * itemsize
     scores = 4 * unit_rows * config.num_attention_heads * max(sizes.prompt_len, sizes.rule.slots) * 4
     activation = unit_rows * sizes.prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
-    return hidden + travelling + max(normalised, kept + scores, activation)
+    group_rows = max(unit_rows, min(policy.group_rows, sizes.rows))
+    products = max(
+        result_bytes(max(unit_rows * sizes.prompt_len, group_rows), config.ffn_dim, itemsize, layout),
+        result_bytes(group_rows, config.vocab_size, itemsize, layout),
+    )
+    return hidden + travelling + max(normalised, kept + scores, activation, products)
 
 
 def predict(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:

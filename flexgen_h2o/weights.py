@@ -16,8 +16,10 @@ from torch import Tensor
 from flexgen_h2o.checkpoints import Checkpoint
 from flexgen_h2o.disk import WeightFolder
 from flexgen_h2o.extents import Extent
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.placement import WeightHomes
+from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout
+from flexgen_h2o.layers import Parameters
+from flexgen_h2o.model_config import ModelConfig, Shapes, is_matrix
+from flexgen_h2o.placement import Tier, WeightHomes
 from flexgen_h2o.schedule import OUTER
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load
@@ -33,9 +35,19 @@ TensorSource = Callable[
 ]  # yields the tensors of the given names, once each
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of all parameters at `itemsize` bytes each."""
-    return itemsize * sum(prod(shape) for shape in config.shapes().values())
+def storage_shapes(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> Shapes:
+    """What shape of memory every parameter takes."""
+    return {name: storage_shape(name, shape, dtype, layout) for name, shape in config.shapes().items()}
+
+
+def storage_shape(name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: MatrixLayout) -> tuple[int, ...]:
+    """What shape of memory a parameter of a shape takes; the name may be relative to its layer."""
+    return layout.storage_shape((shape[0], shape[1]), dtype) if is_matrix(name) else shape
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> int:
+    """Bytes of all parameters at home."""
+    return dtype.itemsize * sum(map(prod, storage_shapes(config, dtype, layout).values()))
 
 
 def checkpoint_source(checkpoint: Checkpoint) -> TensorSource:
@@ -68,13 +80,15 @@ class ReadBuffer:
     """Memory on the device for one page's parameters.
 
     Attributes:
-        tensors: by name relative to the page.
+        storage: by name relative to the page.
+        parameters: what is in it, for compute.
         page: which one was last fetched.
         loaded: done when what was last fetched is here.
         free: done when it may be overwritten.
     """
 
-    tensors: Mapping[str, Tensor]
+    storage: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor | Matrix]
     page: int | None = None
     loaded: list[Ticket] = field(default_factory=list)
     free: Ticket = field(default_factory=Ticket)
@@ -86,6 +100,7 @@ class WeightStore:
     Args:
         homes: the tier of every parameter.
         look_ahead: pages that are fetched ahead of the one in use.
+        layout: how matrices lie, at home and in the buffers.
         folder: files for what lives on disk; None where nothing does, or nothing is written (meta).
         pin: beside a GPU, keep what lives in host memory in pinned memory.
     """
@@ -98,20 +113,23 @@ class WeightStore:
         tiers: Tiers,
         transfer: Transfer,
         look_ahead: int,
+        layout: MatrixLayout,
         folder: WeightFolder | None = None,
         pin: bool = False,
     ):
         self.config = config
         self.dtype = dtype
         self.homes = homes
+        self.layout = layout
         self._tiers = tiers
         self._transfer = transfer
         self._folder = folder
         self._pin = pin
         self._stored: dict[str, Stored] = {}
+        self._resident: dict[str, Tensor | Matrix] = {}
         self._disk_bytes = 0
         self._allocated: list[tuple[Stored, str]] = []
-        self._outer_buffer = ReadBuffer({})
+        self._outer_buffer = ReadBuffer({}, {})
         self._layer_buffers: list[ReadBuffer] = []
         try:
             self._make_buffers(look_ahead + 1)
@@ -132,12 +150,17 @@ class WeightStore:
         """Bytes of all parameters at home."""
         return sum(stored.nbytes for stored in self._stored.values())
 
+    def sizes(self) -> Iterator[tuple[Tier, int]]:
+        """Home and bytes of every parameter."""
+        shapes = storage_shapes(self.config, self.dtype, self.layout)
+        return ((tier, prod(shapes[name]) * self.dtype.itemsize) for name, tier in self.homes.items())
+
     def load(self, source: TensorSource, progress: Progress) -> None:
         """Places every parameter. Peak memory is the placed bytes plus one tensor.
 
         What lives on disk and is in the folder already is not read again. Raises OSError if there is no room for it.
         """
-        shapes = self.config.shapes()
+        shapes = storage_shapes(self.config, self.dtype, self.layout)
         on_disk = {name: shapes[name] for name, tier in self.homes.items() if tier == "disk"}
         disk_bytes = sum(prod(shape) for shape in on_disk.values()) * self.dtype.itemsize
         self._tiers.ledger.charge("disk", LEDGER_LINE, disk_bytes)
@@ -150,22 +173,37 @@ class WeightStore:
             progress(self._stored[name].nbytes)
         wanted = [name for name, tier in self.homes.items() if tier != "disk" or name in missing]
         for name, tensor in source(wanted):
-            self._place(name, tensor)
+            self._place(name, tensor, shapes[name])
             progress(self._stored[name].nbytes)
 
-    def _place(self, name: str, tensor: Tensor) -> None:
+    def _place(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """Puts a parameter where it lives, in memory of the given shape."""
         tier = self.homes[name]
         if tier == "disk":
             if self._folder is not None:
-                self._folder.write(name, tensor.to(device="cpu", dtype=self.dtype))
-            self._store_on_disk(name, tuple(tensor.shape))
+                encoded = torch.empty(shape, dtype=self.dtype)
+                self._encode(name, encoded, tensor)
+                self._folder.write(name, encoded)
+            self._store_on_disk(name, shape)
             return
-        stored = self._tiers.allocate(tier, name, tuple(tensor.shape), self.dtype, LEDGER_LINE, pin=self._pin)
+        stored = self._tiers.allocate(tier, name, shape, self.dtype, LEDGER_LINE, pin=self._pin)
         self._allocated.append((stored, LEDGER_LINE))
         assert stored.tensor is not None
-        # A copy even where nothing is converted: the checkpoint's file must not stay mapped.
-        stored.tensor.copy_(tensor)
+        self._encode(name, stored.tensor, tensor)
         self._stored[name] = stored
+        if tier in self._tiers.reachable:
+            self._resident[name] = self._usable(name, stored.resident(self._tiers.reachable), tuple(tensor.shape))
+
+    def _encode(self, name: str, storage: Tensor, tensor: Tensor) -> None:
+        # A copy even where nothing is converted: the checkpoint's file must not stay mapped.
+        if is_matrix(name):
+            self.layout.encode(storage, tensor)
+        else:
+            storage.copy_(tensor)
+
+    def _usable(self, name: str, storage: Tensor, shape: tuple[int, ...]) -> Tensor | Matrix:
+        """A parameter as compute takes it, in memory on the device."""
+        return self.layout.matrix(storage, (shape[0], shape[1])) if is_matrix(name) else storage
 
     def _store_on_disk(self, name: str, shape: tuple[int, ...]) -> None:
         nbytes = prod(shape) * self.dtype.itemsize
@@ -179,26 +217,32 @@ class WeightStore:
         if buffer.page == page:
             return  # it is still there, as is always so for what lies outside the layers
         buffer.page, buffer.loaded = page, []
-        for name, target in buffer.tensors.items():
+        for name, target in buffer.storage.items():
             stored = self._stored[self._full_name(page, name)]
             if stored.tier in self._tiers.reachable:
                 continue
             buffer.loaded.append(start_load(self._transfer, target, stored.place, [buffer.free]))
 
-    def page(self, page: int) -> Mapping[str, Tensor]:
-        """A page's parameters on the device, by name relative to it; those that had to be fetched have arrived."""
+    def page(self, page: int) -> Parameters:
+        """A page's parameters on the device; those that had to be fetched have arrived."""
         buffer = self._buffer(page)
-        if buffer.tensors and buffer.page != page:
+        if buffer.storage and buffer.page != page:
             raise RuntimeError(f"weights of page {page} are used before they were fetched")
         for ticket in buffer.loaded:
             ticket.wait()
         shapes = self.config.outer_shapes() if page == OUTER else self.config.layer_shapes()
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
+        matrices: dict[str, Matrix] = {}
         for name in shapes:
-            stored = self._stored[self._full_name(page, name)]
-            in_reach = stored.tier in self._tiers.reachable
-            tensors[name] = stored.resident(self._tiers.reachable) if in_reach else buffer.tensors[name]
-        return tensors
+            full_name = self._full_name(page, name)
+            found = self._resident.get(full_name)
+            if found is None:
+                found = buffer.parameters[name]
+            if isinstance(found, Tensor):
+                tensors[name] = found
+            else:
+                matrices[name] = found
+        return Parameters(tensors, matrices)
 
     def release(self, page: int) -> None:
         """Says that compute has been told all it is to do with a page: its read buffer may be overwritten then."""
@@ -215,7 +259,8 @@ class WeightStore:
             self._tiers.release(stored, line)
         if self._disk_bytes:
             self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
-        self._allocated, self._stored, self._layer_buffers, self._outer_buffer = [], {}, [], ReadBuffer({})
+        self._allocated, self._stored, self._resident = [], {}, {}
+        self._layer_buffers, self._outer_buffer = [], ReadBuffer({}, {})
         self._disk_bytes = 0
 
     def _buffer(self, page: int) -> ReadBuffer:
@@ -227,12 +272,14 @@ class WeightStore:
 
     def _make_buffer(self, shapes: Mapping[str, tuple[int, ...]], prefixes: Sequence[str]) -> ReadBuffer:
         """A buffer for those parameters that compute cannot reach at home on any of the pages that will use it."""
-        tensors = {}
+        storage: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor | Matrix] = {}
         for name, shape in shapes.items():
             if all(self.homes[prefix + name] in self._tiers.reachable for prefix in prefixes):
                 continue
-            stored = self._tiers.allocate("gpu", name, shape, self.dtype, READ_LINE)
+            in_memory = storage_shape(name, shape, self.dtype, self.layout)
+            stored = self._tiers.allocate("gpu", name, in_memory, self.dtype, READ_LINE)
             self._allocated.append((stored, READ_LINE))
-            assert stored.tensor is not None
-            tensors[name] = stored.tensor
-        return ReadBuffer(tensors)
+            storage[name] = stored.resident(self._tiers.reachable)
+            parameters[name] = self._usable(name, storage[name], shape)
+        return ReadBuffer(storage, parameters)

@@ -7,6 +7,7 @@ the limit that the machine sets for a decode step.
 import argparse
 import statistics
 import time
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
+from flexgen_h2o.layers import Parameters
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.platforms import DTYPES
 from flexgen_h2o.records import append_record
@@ -85,7 +87,7 @@ def main() -> None:
 
 
 def transformers_model(llm: LLM) -> OPTForCausalLM:
-    """transformers' OPT on the very tensors of our engine, so that memory holds them once."""
+    """transformers' OPT on the same weights."""
     config = llm.config
     settings = OPTConfig(
         vocab_size=config.vocab_size,
@@ -100,10 +102,10 @@ def transformers_model(llm: LLM) -> OPTForCausalLM:
     with torch.device("meta"):
         model = OPTForCausalLM(settings)
     weights = llm.load().weights
-    state = {f"model.decoder.{name}": tensor for name, tensor in weights.page(OUTER).items()}
+    state = {f"model.decoder.{name}": tensor for name, tensor in _dense(weights.page(OUTER)).items()}
     for index, layer in enumerate(weights.page(index) for index in range(config.num_hidden_layers)):
-        state |= {f"model.decoder.layers.{index}.{name}": tensor for name, tensor in layer.items()}
-    state["lm_head.weight"] = weights.page(OUTER)["embed_tokens.weight"]
+        state |= {f"model.decoder.layers.{index}.{name}": tensor for name, tensor in _dense(layer).items()}
+    state["lm_head.weight"] = state["model.decoder.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     model.generation_config.eos_token_id = None
     return model.eval()
@@ -146,7 +148,7 @@ def decode_step_limit(llm: LLM, rows: int) -> dict[str, Any]:
     flops = 2 * rows_in.shape[0] * matrix.numel()
     gemm_rate = _median_rate(lambda: torch.nn.functional.linear(rows_in, matrix), flops)
     elements = (
-        sum(t.numel() for layer in layers for t in _large(weights.page(layer)))
+        sum(prod(m.shape) for layer in layers for m in weights.page(layer).matrices.values())
         + llm.config.vocab_size * llm.config.hidden_size
     )
     seconds = {
@@ -162,8 +164,9 @@ def decode_step_limit(llm: LLM, rows: int) -> dict[str, Any]:
     }
 
 
-def _large(layer: Any) -> list[Tensor]:
-    return [tensor for tensor in layer.values() if tensor.dim() == 2]
+def _dense(parameters: Parameters) -> dict[str, Tensor]:
+    """All parameters as torch has them, matrices row-major."""
+    return {**parameters.tensors, **{name: matrix.dense() for name, matrix in parameters.matrices.items()}}
 
 
 def _median_rate(work: Any, amount: float) -> float:

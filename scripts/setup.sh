@@ -27,7 +27,8 @@ if sys.version_info < (3, 11):
 import hashlib
 made_from = [sys.version, sys.base_prefix, sys.argv[1]]
 digest = hashlib.sha256("\n".join(made_from).encode())
-for name in ("setup.py", "constraints.txt"):
+import glob
+for name in ["setup.py", "constraints.txt"] + sorted(glob.glob("flexgen_h2o/kernels/native/*")):
     with open(name, "rb") as file:
         digest.update(hashlib.sha256(file.read()).digest())
 print(sys._base_executable)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.engine import BlockTimes, Engine, PromptBlock, pad_prompts
+from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.buffer import KVBuffer
 from flexgen_h2o.kvcache.eviction import EvictionRule
+from flexgen_h2o.layers import Parameters
 from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
@@ -33,22 +35,29 @@ class PlacedWeights:
         outer: what lies outside the layers. layers: one mapping per layer, named relative to it.
     """
 
-    outer: Mapping[str, Tensor]
-    layers: tuple[Mapping[str, Tensor], ...]
+    outer: Parameters
+    layers: tuple[Parameters, ...]
     nbytes: int
 
     def flat(self) -> dict[str, Tensor]:
         """By full name."""
         layers = [
-            (f"layers.{n}.{name}", tensor) for n, layer in enumerate(self.layers) for name, tensor in layer.items()
+            (f"layers.{n}.{name}", tensor)
+            for n, layer in enumerate(self.layers)
+            for name, tensor in dense(layer).items()
         ]
-        return {**self.outer, **dict(layers)}
+        return {**dense(self.outer), **dict(layers)}
+
+
+def dense(parameters: Parameters) -> dict[str, Tensor]:
+    """All parameters as plain tensors, by name."""
+    return {**parameters.tensors, **{name: matrix.dense() for name, matrix in parameters.matrices.items()}}
 
 
 def place(
     config: ModelConfig, dtype: torch.dtype, source: TensorSource, progress: Progress = lambda nbytes: None
 ) -> PlacedWeights:
-    """Places parameters in memory through the package."""
+    """Places parameters in memory through the package, matrices row-major."""
     runtime = Runtime(config, dtype, Policy(), IN_MEMORY)
     runtime.load(source, progress)
     store = runtime.weights
@@ -73,8 +82,9 @@ class TinyOpt:
 
     def engine(self, rule: EvictionRule, policy: Policy, rows: int) -> Engine:
         """An engine with everything in memory."""
-        dtype = self.weights.outer["embed_tokens.weight"].dtype
-        runtime = Runtime(self.config, dtype, policy, IN_MEMORY)
+        dtype = self.weights.outer.tensors["embed_positions.weight"].dtype
+        layout = best_layout(IN_MEMORY.device, dtype, self.config.matrix_shapes())
+        runtime = Runtime(self.config, dtype, policy, replace(IN_MEMORY, matrix_layout=layout))
         runtime.load(self.source(), lambda nbytes: None)
         return runtime.engine(RunSizes(rule, rows, self.config.max_position_embeddings))
 

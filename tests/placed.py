@@ -15,6 +15,7 @@ from helpers import Block, TinyOpt, random_forced, random_ids, run_forced
 from torch import Tensor
 
 from flexgen_h2o.disk import WeightFolder
+from flexgen_h2o.kernels.matrices import MatrixLayout, best_layout
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink
 from flexgen_h2o.placement import Percent, Tier
 from flexgen_h2o.platforms import Platform
@@ -108,11 +109,16 @@ class Case:
         return random_forced(self.tiny.config, len(self.block.lengths), steps)
 
 
+def layout_of(tiny: TinyOpt) -> MatrixLayout:
+    """How matrices lie in these runs: as they would without a GPU."""
+    return best_layout(CPU, torch.float32, tiny.config.matrix_shapes())
+
+
 @contextmanager
 def opened(case: Case, folder: Path, budgets: dict[Tier, int | None] | None = None) -> Iterator[Runtime]:
     """A runtime with the case's weights loaded; files of runs and of weights go below `folder`."""
     weight_folder = WeightFolder(folder / "weights" / case.tiny.folder.name)
-    platform = case.backend.platform(folder / "offload", budgets)
+    platform = replace(case.backend.platform(folder / "offload", budgets), matrix_layout=layout_of(case.tiny))
     with Runtime(case.tiny.config, torch.float32, case.policy, platform, weight_folder) as runtime:
         runtime.load(case.tiny.source(), lambda nbytes: None)
         yield runtime

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -241,6 +242,8 @@ class RaceDetector(TorchDispatchMode):
 
 def _span(tensor: Tensor) -> Span:
     """The bytes from the first to the last element of a tensor."""
+    if tensor.is_mkldnn:  # a view that oneDNN reads through; what it lies over is not told
+        return Span(torch.ops.mkldnn.data_ptr(tensor), 0, 0)
     memory = tensor.untyped_storage().data_ptr()
     if not tensor.numel():
         return Span(memory, 0, 0)

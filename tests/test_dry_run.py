@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import call
 from helpers import GreedyTokens, TinyOpt, pad
-from placed import BACKENDS, HOMES, ROUGH, Case, largest_lines, opened, run_folders, small_block
+from placed import BACKENDS, HOMES, ROUGH, Case, largest_lines, layout_of, opened, run_folders, small_block
 
 from flexgen_h2o import engine as engine_module
 from flexgen_h2o import llm
@@ -40,7 +40,7 @@ HALF = 2  # bytes of a float16
 
 def dry(case: Case, gen_len: int = 0) -> Runtime:
     """The case on a device without memory; with a gen_len, every step of it is walked."""
-    platform = Platform(META, {}, case.backend.joint)
+    platform = Platform(META, {}, case.backend.joint, matrix_layout=layout_of(case.tiny))
     with Runtime(case.tiny.config, torch.float32, case.policy, platform) as runtime:
         runtime.load(case.tiny.source(), lambda nbytes: None)
         engine = runtime.engine(case.sizes)
@@ -67,7 +67,7 @@ def test_a_dry_run_counts_what_a_real_run_holds_and_moves(
 
 def test_a_few_steps_stand_for_all(tiny: Tiny) -> None:
     case = Case(tiny(), small_block(), H2O(3, 4), ROUGH, True, BACKENDS["threads"])
-    platform = Platform(META, {}, False)
+    platform = Platform(META, {}, False, matrix_layout=layout_of(case.tiny))
     with Runtime(case.tiny.config, torch.float32, case.policy, platform) as runtime:
         runtime.load(case.tiny.source(), lambda nbytes: None)
         times = runtime.engine(case.sizes).walk(pad(case.prompts()), [0, 1, 2, 40], NoChoice())
@@ -155,7 +155,7 @@ def assert_counts_by_hand(report: dict[str, Any], model: str, percent: Percent, 
     keys_and_values = layers * rows * slots * hidden * 2 * HALF
     assert memory["kv_cache_bytes"] == keys_and_values
     kv = sum(memory["ledger"][tier].get("KV cache", 0) for tier in by_tier)
-    state = layers * rows * heads * slots * 8
+    state = layers * rows * heads * (slots * 8 + 4)
     units = layers * -(-rows // report["policy"]["gpu_batch_size"])
     assert keys_and_values + state <= kv <= keys_and_values + state + 4096 * units  # whole pages on disk
     assert memory["ledger_peak_bytes"]["gpu"] == memory["gpu_peak_bytes"] > 0

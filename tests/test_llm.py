@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from helpers import dense
 from reference import ReferenceRule, reference_generate
 from tiny_models import make_tiny_opt, save_tiny_opt
 from transformers import OPTForCausalLM
@@ -395,5 +396,5 @@ def test_weights_and_cache_are_of_the_asked_dtype(dtype: str) -> None:
     llm = LLM(dtype=dtype, hh_size=2, recent_size=2)
     llm.generate([[2, 5, 9]], SamplingParams(max_new_tokens=2))
     assert llm.runtime is not None
-    assert {tensor.dtype for tensor in llm.runtime.weights.page(OUTER).values()} == {DTYPES[dtype]}
+    assert {tensor.dtype for tensor in dense(llm.runtime.weights.page(OUTER)).values()} == {DTYPES[dtype]}
     assert llm.kv_cache_bytes == 4 * 8 * 4 * 32 * 2 * DTYPES[dtype].itemsize  # layers, heads, slots, head_dim, K and V

@@ -22,6 +22,7 @@ from flexgen_h2o import run as run_command
 from flexgen_h2o import runtime as runtime_module
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.extents import whole_pages
+from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.model_config import ModelConfig, published
@@ -238,7 +239,9 @@ def test_a_second_call_is_not_refused_for_what_the_first_has_loaded(
 ) -> None:
     """The process has grown by the weights, which must not be counted as its own and once more as weights."""
     sizes = RunSizes(H2O(1, 1), 1, 3)
-    needed = predict(tiny().config, torch.float32, Policy(2), platform({}, True), sizes).peak("cpu")
+    layout = best_layout(CPU, torch.float32, tiny().config.matrix_shapes())
+    where = replace(platform({}, True), matrix_layout=layout)
+    needed = predict(tiny().config, torch.float32, Policy(2), where, sizes).peak("cpu")
     with tiny_llm(tiny(), tmp_path, hh_size=1, recent_size=1, cpu_mem=(needed + 1000) / GB) as model:
         held = lambda: 0 if model.runtime is None else model.runtime.weights.nbytes  # noqa: E731
         monkeypatch.setattr(runtime_module, "process_baseline", lambda dtype: BASELINE + held())

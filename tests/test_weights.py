@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexgen_h2o.checkpoints import open_checkpoint
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kernels.matrices import PanelLayout, PlainLayout
 from flexgen_h2o.model_config import ModelConfig, from_dict, from_folder
 from flexgen_h2o.weights import checkpoint_source, dummy_source, weight_bytes
 
@@ -86,7 +87,7 @@ def test_what_transformers_saves_is_read(tiny: Callable[..., TinyOpt], variant: 
     assert open_checkpoint(tiny_opt.folder, tiny_opt.config).unused == ()
     assert_holds(tiny_opt.weights, bare(tiny_opt))
     itemsize = 4
-    assert tiny_opt.weights.nbytes == weight_bytes(tiny_opt.config, itemsize)
+    assert tiny_opt.weights.nbytes == weight_bytes(tiny_opt.config, torch.float32, PlainLayout())
     assert tiny_opt.weights.nbytes == itemsize * sum(p.numel() for p in tiny_opt.model.parameters())
 
 
@@ -139,7 +140,7 @@ def test_parameters_are_converted_once(
     weights = load(tmp_path, tied.config, wanted)
     assert_holds(weights, {name: tensor.to(wanted) for name, tensor in tensors.items()})
     assert {tensor.dtype for tensor in weights.flat().values()} == {wanted}
-    assert weights.nbytes == weight_bytes(tied.config, wanted.itemsize)
+    assert weights.nbytes == weight_bytes(tied.config, wanted, PlainLayout())
 
 
 def test_progress_is_told_every_byte_once(tied: TinyOpt, tmp_path: Path) -> None:
@@ -314,6 +315,7 @@ from pathlib import Path
 import torch
 from flexgen_h2o.model_config import from_folder
 from flexgen_h2o.checkpoints import open_checkpoint
+from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import Runtime
@@ -331,7 +333,9 @@ Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
 before = status("VmRSS")
 checkpoint = open_checkpoint(folder, config)
 checked = status("VmHWM")
-runtime = Runtime(config, getattr(torch, sys.argv[2]), Policy(), Platform(torch.device("cpu")))
+dtype, cpu = getattr(torch, sys.argv[2]), torch.device("cpu")
+platform = Platform(cpu, matrix_layout=best_layout(cpu, dtype, config.matrix_shapes()))
+runtime = Runtime(config, dtype, Policy(), platform)
 runtime.load(checkpoint_source(checkpoint), lambda nbytes: None)
 print(checked - before, status("VmHWM") - before, runtime.weights.nbytes)
 """
@@ -365,6 +369,6 @@ def test_loading_needs_the_placed_bytes_and_one_tensor(big_checkpoint: Path, dty
     config = from_folder(big_checkpoint)
     largest = 4 * max(torch.Size(shape).numel() for shape in config.shapes().values())
     slack = 12 * 2**20
-    assert placed == weight_bytes(config, getattr(torch, dtype).itemsize)
+    assert placed == weight_bytes(config, getattr(torch, dtype), PanelLayout())
     assert checked < slack  # checking reads no tensors
     assert peak <= placed + largest + slack

@@ -1,10 +1,12 @@
 """Attention in prefill, over the whole prompt, and in decode, over what the buffer kept."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from flexgen_h2o.kernels import decode  # noqa: F401  (defines the operators)
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
 from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
@@ -141,41 +143,19 @@ def _mask_chunk(logits: Tensor, start: int, first_columns: Tensor, widest_pad: i
 def decode_attention(query: Tensor, buffer: KVBuffer) -> Tensor:
     """Attention of each row's current token to the live entries, with one softmax over both regions.
 
-    Adds the weights to the entries' scores where the buffer's rule accumulates.
+    Adds the weights to the entries' scores where the buffer's rule accumulates, and notes who would be evicted next.
 
     Args:
         query: [rows, heads, 1, head_dim], already scaled.
         buffer: the unit's KV, the current token included.
     Returns: [rows, heads, 1, head_dim].
     """
-    regions = [(buffer.ring, buffer.ring_len)]
-    if buffer.heavy_len:
-        regions.insert(0, (buffer.heavy, buffer.heavy_len))
-    live = [region.live(length) for region, length in regions]
-    logits = torch.cat([_dot_keys(query, keys) for keys, _ in live], dim=-1).float()
-    logits.masked_fill_(buffer.live_scores().isneginf(), -math.inf)
-    weights = logits.softmax(dim=-1)  # [rows, heads, live slots]
-    if buffer.rule.accumulates:
-        buffer.accumulate(weights)
-    parts = weights.to(query.dtype).split([length for _, length in regions], dim=-1)
-    output = _weigh_values(parts[0], live[0][1])
-    for part, (_, values) in zip(parts[1:], live[1:], strict=True):
-        output = output + _weigh_values(part, values)
-    return output
-
-
-def _dot_keys(query: Tensor, keys: Tensor) -> Tensor:
-    """[rows, heads, 1, head_dim] . [rows, heads, slots, head_dim] -> [rows, heads, slots].
-
-    Keys times query and not the other way round: the matrix is then read in the order in which it lies.
-    """
-    rows, heads, slots, head_dim = keys.shape
-    vectors = query.reshape(rows * heads, head_dim, 1)
-    return torch.bmm(keys.reshape(rows * heads, slots, head_dim), vectors).view(rows, heads, slots)
-
-
-def _weigh_values(weights: Tensor, values: Tensor) -> Tensor:
-    """[rows, heads, slots] . [rows, heads, slots, head_dim] -> [rows, heads, 1, head_dim]."""
-    rows, heads, slots, head_dim = values.shape
-    flat = weights.reshape(rows * heads, 1, slots)
-    return torch.bmm(flat, values.reshape(rows * heads, slots, head_dim)).view(rows, heads, 1, head_dim)
+    return cast(
+        Tensor,
+        torch.ops.flexgen_h2o.decode_attention(
+            query,
+            *(buffer.heavy.keys, buffer.heavy.values, buffer.ring.keys, buffer.ring.values),
+            *(buffer.scores, buffer.losers, buffer.heavy_len, buffer.ring_len),
+            *(buffer.rule.accumulates, buffer.rule.decay),
+        ),
+    )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flexgen_h2o.kernels import decode  # noqa: F401  (defines the operators)
 from flexgen_h2o.kvcache.eviction import EvictionRule, choose_heavy
 
 EMPTY = -math.inf
@@ -31,30 +32,10 @@ class Region:
         self.keys = keys
         self.values = values
 
-    def live(self, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `length` slots, [rows, heads, length, head_dim] each."""
-        return self.keys[:, :, :length], self.values[:, :, :length]
-
-    def slot(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Key and value of one slot, the same for all rows and heads: [rows, heads, 1, head_dim] each."""
-        return self.keys[:, :, slot : slot + 1], self.values[:, :, slot : slot + 1]
-
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Overwrites `slots` ([n] int64, the same for all rows and heads) with [rows, heads, n, head_dim]."""
         self.keys.index_copy_(2, slots, keys)
         self.values.index_copy_(2, slots, values)
-
-    def replace(self, slots: Tensor, where: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Overwrites one slot per row and head, where asked.
-
-        Args:
-            slots: [rows, heads, 1] int64.
-            where: [rows, heads, 1] bool; elsewhere the slot keeps what it holds.
-            keys, values: [rows, heads, 1, head_dim].
-        """
-        index = slots[..., None].expand(keys.shape)
-        for stored, new in ((self.keys, keys), (self.values, values)):
-            stored.scatter_(2, index, torch.where(where[..., None], new, stored.gather(2, index)))
 
 
 class Padding:
@@ -97,8 +78,8 @@ class UnitShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of scores (float32) and columns (int32)."""
-        return self.rows * self.heads * self.slots * 8
+        """Bytes of scores (float32) and columns (int32) of every slot, and of the losers (int32)."""
+        return self.rows * self.heads * (self.slots * 8 + 4)
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of the whole buffer."""
@@ -108,8 +89,8 @@ class UnitShape:
 class KVBuffer:
     """KV of one unit (one layer, one sub-batch), evicting by `rule`, in one piece of memory.
 
-    Scores, columns, then keys and values of each region lie one behind the other, so that a unit moves between tiers
-    in one copy. reset() or resume() says for which rows it is used, and comes first.
+    Scores, columns, losers, then keys and values of each region lie one behind the other, so that a unit moves between
+    tiers in one copy. reset() or resume() says for which rows it is used, and comes first.
 
     Args:
         shape: rows are the most that a sub-batch may have.
@@ -118,6 +99,7 @@ class KVBuffer:
     Attributes:
         heavy, ring: the two regions.
         scores: [rows, heads, slots] float32. columns: [rows, heads, slots] int32, -1 where empty.
+        losers: [rows, heads] int32, the heavy slot with the lowest score: the next to be replaced.
         heavy_len, ring_len: live slots of each region.
     """
 
@@ -135,6 +117,7 @@ class KVBuffer:
         self.resume(padding, 0)
         self.scores.fill_(EMPTY)
         self.columns.fill_(-1)
+        self.losers.zero_()
 
     def resume(self, padding: Padding, columns_seen: int) -> None:
         """Takes the memory as that of a sub-batch that has seen `columns_seen` columns."""
@@ -145,10 +128,11 @@ class KVBuffer:
             self.storage,
             (state, torch.float32),
             (state, torch.int32),
+            (state[:2], torch.int32),
             *((region[part], self.dtype) for part in ("heavy", "heavy", "recent", "recent")),
         )
-        self.scores, self.columns = views[:2]
-        self.heavy, self.ring = Region(*views[2:4]), Region(*views[4:])
+        self.scores, self.columns, self.losers = views[:3]
+        self.heavy, self.ring = Region(*views[3:5]), Region(*views[5:])
         self.padding = padding
         self._update_lengths(columns_seen)
 
@@ -169,6 +153,7 @@ class KVBuffer:
         self._fill_ring(columns[before:], keys[:, :, before:], values[:, :, before:], scores[:, :, before:])
         if before and self.rule.heavy:
             self._fill_heavy(keys[:, :, :before], values[:, :, :before], scores[:, :, :before])
+            self.losers.copy_(self.scores[..., : self.rule.heavy].min(dim=-1).indices)
         self._update_lengths(n)
 
     def append(self, keys: Tensor, values: Tensor, column: int) -> None:
@@ -178,37 +163,13 @@ class KVBuffer:
             keys, values: [rows, heads, 1, head_dim].
             column: the token's column, one more than at the last call.
         """
-        slot = column % self.rule.recent
-        if self.rule.heavy and column >= self.rule.recent:
-            self._move_to_heavy(slot)
         positions = column - self.padding.on(keys.device)[:, None]  # [rows, 1]
-        scores = self.rule.initial_scores(positions, None).expand(keys.shape[:3])
-        self._fill_ring(torch.full((1,), column, device=keys.device), keys, values, scores)
-        self._update_lengths(column + 1)
-
-    def live_scores(self) -> Tensor:
-        """Scores of the live slots, heavy first: [rows, heads, heavy_len + ring_len]."""
-        heavy, ring = self._live_score_views()
-        return ring if not self.heavy_len else torch.cat((heavy, ring), dim=-1)
-
-    def accumulate(self, weights: Tensor) -> None:
-        """Adds a step's attention to the scores of the live slots.
-
-        Args:
-            weights: [rows, heads, heavy_len + ring_len] float32, softmax over the live slots, heavy first.
-        """
-        heavy, ring = self._live_score_views()
-        for scores, part in ((heavy, weights[..., : self.heavy_len]), (ring, weights[..., self.heavy_len :])):
-            if self.rule.decay != 1.0:
-                scores *= self.rule.decay
-            scores += part
-
-    def _live_score_views(self) -> tuple[Tensor, Tensor]:
-        first_ring_slot = self.rule.heavy
-        return (
-            self.scores[..., : self.heavy_len],
-            self.scores[..., first_ring_slot : first_ring_slot + self.ring_len],
+        torch.ops.flexgen_h2o.enter_token(
+            *(self.heavy.keys, self.heavy.values, self.ring.keys, self.ring.values),
+            *(self.scores, self.columns, self.losers),
+            *(keys, values, self.rule.initial_scores(positions, None)[:, 0, 0], column),
         )
+        self._update_lengths(column + 1)
 
     def _fill_ring(self, columns: Tensor, keys: Tensor, values: Tensor, scores: Tensor) -> None:
         """Writes `columns` ([n], at most `recent` of them) to their ring slots, whatever is there."""
@@ -228,22 +189,6 @@ class KVBuffer:
         kept_scores = scores.gather(2, chosen)
         self.scores[..., :count] = kept_scores
         self.columns[..., :count] = torch.where(kept_scores.isneginf(), -1, chosen).to(torch.int32)
-
-    def _move_to_heavy(self, slot: int) -> None:
-        """The ring's oldest entry, in `slot`, replaces the lowest-scored heavy entry if its own score is greater.
-
-        A free slot has score -inf, so it is the lowest and loses to any real entry; a pad has -inf and beats none.
-        """
-        ring_slot = self.rule.heavy + slot
-        heavy_scores = self.scores[..., : self.rule.heavy]
-        lowest, loser = heavy_scores.min(dim=-1, keepdim=True)  # [rows, heads, 1]; ties: lower slot
-        leaving = self.scores[..., ring_slot : ring_slot + 1]
-        wins = leaving > lowest
-        self.heavy.replace(loser, wins, *self.ring.slot(slot))
-        heavy_scores.scatter_(2, loser, torch.where(wins, leaving, lowest))
-        heavy_columns = self.columns[..., : self.rule.heavy]
-        leaving_column = self.columns[..., ring_slot : ring_slot + 1]
-        heavy_columns.scatter_(2, loser, torch.where(wins, leaving_column, heavy_columns.gather(2, loser)))
 
     def _update_lengths(self, columns_seen: int) -> None:
         self.ring_len = min(self.rule.recent, columns_seen)

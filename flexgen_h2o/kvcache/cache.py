@@ -180,16 +180,18 @@ class KVCache:
             self._store_whole(layer, unit)
             return
         working = self._in_use.pop((layer, unit))
-        home, scores, padding, before = here.buffer, working.buffer.scores, self._padding[unit], here.stored
+        home, padding, before = here.buffer, self._padding[unit], here.stored
+        scores, losers = working.buffer.scores, working.buffer.losers
         # Copies: the workspace in which they were computed is soon used again.
         keys, values = keys.clone(), values.clone()
 
         def repeat() -> None:
             before.wait_on_host()
-            host_keys, host_values, host_scores = (self._to_host(tensor) for tensor in (keys, values, scores))
+            host_keys, host_values = self._to_host(keys), self._to_host(values)
             home.resume(padding, column)
             home.append(host_keys, host_values, column)
-            home.scores.copy_(host_scores)
+            home.scores.copy_(self._to_host(scores))
+            home.losers.copy_(self._to_host(losers))
 
         here.stored = self._transfer.submit("d2h", repeat, [self._transfer.used(), before])
         working.free = [here.stored, self._transfer.used()]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink
 
@@ -43,6 +44,19 @@ def append(buffer: KVBuffer, column: int) -> None:
     rows, heads = buffer.columns.shape[:2]
     keys = keys_of(rows, heads, column, column + 1).to(buffer.ring.keys.dtype)
     buffer.append(keys, -keys, column)
+    settle(buffer)
+
+
+def settle(buffer: KVBuffer, weights: Tensor | None = None) -> None:
+    """What attention does to the state, with the weights of the live slots given: [rows, heads, live slots]."""
+    if weights is not None:
+        ring = slice(buffer.rule.heavy, buffer.rule.heavy + buffer.ring_len)
+        for part, region in zip(
+            weights.split([buffer.heavy_len, buffer.ring_len], dim=-1), (slice(buffer.heavy_len), ring), strict=True
+        ):
+            buffer.scores[..., region] = buffer.rule.decay * buffer.scores[..., region] + part
+    if buffer.rule.heavy:
+        buffer.losers.copy_(buffer.scores[..., : buffer.rule.heavy].min(dim=-1).indices)
 
 
 def columns(buffer: KVBuffer, row: int = 0) -> tuple[list[int], list[int]]:
@@ -138,22 +152,6 @@ def test_without_heavy_slots_the_ring_is_all_there_is(rule: EvictionRule) -> Non
     assert buffer.heavy_len == 0
 
 
-def test_scores_decay_before_the_weight_is_added() -> None:
-    buffer = make_buffer(H2O(1, 2, decay=0.5), [0])
-    fill(buffer, 3, torch.tensor([[[4.0, 2.0, 1.0]]]))
-    buffer.accumulate(torch.tensor([[[0.25, 0.5, 0.125]]]))
-    assert buffer.scores[0, 0].tolist() == [2.25, 1.0, 1.125]
-
-
-def test_dead_slots_gain_nothing() -> None:
-    buffer = make_buffer(H2O(4, 4), [0, 3])
-    fill(buffer, 5, torch.ones(2, 1, 5))
-    assert (buffer.heavy_len, buffer.ring_len) == (1, 4)
-    buffer.accumulate(torch.full((2, 1, 5), 0.5))
-    assert buffer.scores[1, 0].tolist() == [EMPTY, EMPTY, EMPTY, EMPTY, 1.5, EMPTY, EMPTY, 1.5]
-    assert torch.equal(buffer.live_scores()[0, 0], torch.full((5,), 1.5))
-
-
 # --- memory ---
 
 
@@ -162,11 +160,16 @@ def test_bytes_are_counted_and_allocated_alike(dtype: torch.dtype) -> None:
     shape = UnitShape(rows=2, heads=3, head_dim=5, heavy=4, recent=7)
     assert shape.slots == 11
     assert shape.kv_bytes(dtype.itemsize) == 2 * 3 * 11 * 5 * 2 * dtype.itemsize
-    assert shape.state_bytes == 2 * 3 * 11 * (4 + 4)
+    assert shape.state_bytes == 2 * 3 * (11 * (4 + 4) + 4)
     storage = torch.zeros(shape.nbytes(dtype.itemsize), dtype=torch.uint8)
     buffer = KVBuffer(shape, H2O(4, 7), dtype, storage)
     buffer.reset(Padding(torch.zeros(2, dtype=torch.int64)))
-    parts = [buffer.scores, buffer.columns, *(t for r in (buffer.heavy, buffer.ring) for t in (r.keys, r.values))]
+    parts = [
+        buffer.scores,
+        buffer.columns,
+        buffer.losers,
+        *(t for r in (buffer.heavy, buffer.ring) for t in (r.keys, r.values)),
+    ]
     assert sum(part.nbytes for part in parts) == storage.nbytes
     assert {part.untyped_storage().data_ptr() for part in parts} == {storage.untyped_storage().data_ptr()}
     assert buffer.scores.dtype == torch.float32 and buffer.columns.dtype == torch.int32
@@ -185,18 +188,21 @@ def test_reset_with_fewer_rows_uses_the_same_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scores_rank_like_double_precision_after_2048_steps(dtype: torch.dtype) -> None:
     """In float16, 1024 + 0.4 is 1024: scores kept in the precision of the keys would stop growing."""
-    slots = 512
+    slots, offset = 15, 1000.0
     buffer = make_buffer(H2O(slots, 1), [0], dtype=dtype)
-    fill(buffer, slots + 1, torch.zeros(1, 1, slots + 1))
+    fill(buffer, slots + 1, torch.full((1, 1, slots + 1), offset))
     generator = torch.Generator().manual_seed(0)
-    rates = torch.linspace(0.3, 0.7, slots + 1)[torch.randperm(slots + 1, generator=generator)]
-    exact = torch.zeros(slots + 1, dtype=torch.float64)
+    exact = torch.full((slots + 1,), offset, dtype=torch.float64)
     for _ in range(2048):
-        weights = rates * (0.9 + 0.2 * torch.rand(slots + 1, generator=generator))
-        buffer.accumulate(weights[None, None])
-        exact += weights
-    assert exact.diff().abs().min() > 1e-3  # no two are so near that float32 may confuse them
-    assert torch.equal(buffer.scores[0, 0].argsort(), exact.argsort())
+        query = torch.randn(1, 1, 1, HEAD_DIM, generator=generator).to(dtype) * 0.01
+        keys = torch.cat((buffer.heavy.keys, buffer.ring.keys), dim=2)[0, 0].double()
+        decode_attention(query, buffer)
+        exact += (keys @ query[0, 0, 0].double()).softmax(dim=0)
+    assert (buffer.scores[0, 0] - exact).abs().max() < 0.05
+    order = exact.argsort()
+    apart = exact[order].diff() > 0.1
+    assert apart.sum() > 5  # of such pairs float32 confuses none
+    assert (buffer.scores[0, 0][order].diff()[apart] > 0).all()
 
 
 # --- against a list of entries ---
@@ -325,7 +331,7 @@ def test_any_sequence_of_steps_equals_a_list_of_entries(case: Case) -> None:
         before = state(buffer)
         append(buffer, column)
         assert_written_once(before, buffer, column)
-        buffer.accumulate(step_weights(buffer, by_column))
+        settle(buffer, step_weights(buffer, by_column) if case.rule.accumulates else None)
         for model in (model for heads in models for model in heads):
             model.append(column)
             model.accumulate(dict(enumerate(by_column)))

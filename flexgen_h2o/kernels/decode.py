@@ -1,0 +1,221 @@
+"""Decode attention over a KV buffer's two regions, and the entry of a new token: two operators of torch.
+
+    flexgen_h2o::decode_attention   logits, one softmax, sum of values, scores, and the next loser, in one pass
+    flexgen_h2o::enter_token        the ring's oldest entry leaves, the new token takes its slot
+
+On a CPU they run in the native library, if it is there, and read every key and value once, in its own precision. With
+torch's operations, their reference, they run everywhere.
+"""
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.kernels import native
+
+_operators = torch.library.Library("flexgen_h2o", "DEF")
+_operators.define(
+    "decode_attention(Tensor query, Tensor heavy_keys, Tensor heavy_values, Tensor ring_keys, Tensor ring_values,"
+    " Tensor(a!) scores, Tensor(b!) losers, int heavy_len, int ring_len, bool accumulates, float decay) -> Tensor"
+)
+_operators.define(
+    "enter_token(Tensor(a!) heavy_keys, Tensor(b!) heavy_values, Tensor(c!) ring_keys, Tensor(d!) ring_values,"
+    " Tensor(e!) scores, Tensor(f!) columns, Tensor losers, Tensor keys, Tensor values, Tensor initial_scores,"
+    " int column) -> ()"
+)
+
+
+def attend_with_torch(
+    query: Tensor,
+    heavy_keys: Tensor,
+    heavy_values: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    scores: Tensor,
+    losers: Tensor,
+    heavy_len: int,
+    ring_len: int,
+    accumulates: bool,
+    decay: float,
+) -> Tensor:
+    """Attention of each row's current token to the live entries, with one softmax over both regions.
+
+    Args:
+        query: [rows, heads, 1, head_dim], already scaled.
+        heavy_keys, heavy_values: [rows, heads, heavy slots, head_dim]; the first `heavy_len` are live.
+        ring_keys, ring_values: [rows, heads, ring slots, head_dim]; the first `ring_len` are live.
+        scores: [rows, heads, heavy + ring slots] float32, -inf where a slot is empty. Where `accumulates`, live ones
+            become decay * score + weight.
+        losers: [rows, heads] int32, written: the heavy slot with the lowest score, the lower one of equals.
+    Returns: [rows, heads, 1, head_dim].
+    """
+    heavy_slots = heavy_keys.shape[2]
+    live_scores = (scores[..., :heavy_len], scores[..., heavy_slots : heavy_slots + ring_len])
+    keys = (heavy_keys[:, :, :heavy_len], ring_keys[:, :, :ring_len])
+    values = (heavy_values[:, :, :heavy_len], ring_values[:, :, :ring_len])
+    logits = torch.cat([_dot_keys(query, part) for part in keys], dim=-1).float()
+    logits.masked_fill_(torch.cat(live_scores, dim=-1).isneginf(), -math.inf)
+    weights = logits.softmax(dim=-1)  # [rows, heads, live slots]
+    parts = weights.split([heavy_len, ring_len], dim=-1)
+    for part, region in zip(parts, live_scores, strict=True):
+        if accumulates:
+            region.copy_(torch.where(region.isneginf(), region, decay * region + part))
+    if heavy_slots:
+        losers.copy_(scores[..., :heavy_slots].min(dim=-1).indices)
+    outputs = [_weigh_values(part.to(query.dtype), region) for part, region in zip(parts, values, strict=True)]
+    return outputs[0] + outputs[1] if heavy_len else outputs[1]
+
+
+def enter_with_torch(
+    heavy_keys: Tensor,
+    heavy_values: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    scores: Tensor,
+    columns: Tensor,
+    losers: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    initial_scores: Tensor,
+    column: int,
+) -> None:
+    """Enters a token, after the entry whose ring slot it takes has left.
+
+    That one replaces the loser of the heavy region if its own score is strictly greater; an empty slot has score -inf,
+    so it loses to any entry, and a pad has -inf and beats none.
+
+    Args:
+        columns: [rows, heads, heavy + ring slots] int32, -1 where a slot is empty.
+        losers: [rows, heads] int32, the heavy slot with the lowest score.
+        keys, values: [rows, heads, 1, head_dim] of the token.
+        initial_scores: [rows] float32.
+        column: the token's.
+        The rest as in attend_with_torch().
+    """
+    heavy_slots, ring_slots = heavy_keys.shape[2], ring_keys.shape[2]
+    slot = column % ring_slots
+    at = heavy_slots + slot
+    if heavy_slots and column >= ring_slots:
+        loser = losers.long()[..., None]  # [rows, heads, 1]
+        leaving = scores[..., at : at + 1]
+        lowest = scores.gather(2, loser)
+        wins = leaving > lowest
+        for stored, region in ((heavy_keys, ring_keys), (heavy_values, ring_values)):
+            index = loser[..., None].expand(-1, -1, 1, stored.shape[-1])
+            leaving_entry = region[:, :, slot : slot + 1]
+            stored.scatter_(2, index, torch.where(wins[..., None], leaving_entry, stored.gather(2, index)))
+        columns.scatter_(2, loser, torch.where(wins, columns[..., at : at + 1], columns.gather(2, loser)))
+        scores.scatter_(2, loser, torch.where(wins, leaving, lowest))
+    ring_keys[:, :, slot : slot + 1] = keys
+    ring_values[:, :, slot : slot + 1] = values
+    scores[..., at] = initial_scores[:, None]
+    columns[..., at] = torch.where(initial_scores.isneginf(), -1, column).to(torch.int32)[:, None]
+
+
+def _dot_keys(query: Tensor, keys: Tensor) -> Tensor:
+    """[rows, heads, 1, head_dim] . [rows, heads, slots, head_dim] -> [rows, heads, slots].
+
+    Keys times query and not the other way round: the matrix is then read in the order in which it lies.
+    """
+    rows, heads, slots, head_dim = keys.shape
+    vectors = query.reshape(rows * heads, head_dim, 1)
+    return torch.bmm(keys.reshape(rows * heads, slots, head_dim), vectors).view(rows, heads, slots)
+
+
+def _weigh_values(weights: Tensor, values: Tensor) -> Tensor:
+    """[rows, heads, slots] . [rows, heads, slots, head_dim] -> [rows, heads, 1, head_dim]."""
+    rows, heads, slots, head_dim = values.shape
+    flat = weights.reshape(rows * heads, 1, slots)
+    return torch.bmm(flat, values.reshape(rows * heads, slots, head_dim)).view(rows, heads, 1, head_dim)
+
+
+def attend_natively(
+    query: Tensor,
+    heavy_keys: Tensor,
+    heavy_values: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    scores: Tensor,
+    losers: Tensor,
+    heavy_len: int,
+    ring_len: int,
+    accumulates: bool,
+    decay: float,
+) -> Tensor:
+    """The same by the native library."""
+    library = native.library()
+    assert library is not None
+    query = query.contiguous()
+    output = torch.empty_like(query)
+    unit = describe(query, heavy_keys, heavy_values, ring_keys, ring_values, scores, losers, output)
+    unit.heavy_len, unit.ring_len, unit.accumulates, unit.decay = heavy_len, ring_len, accumulates, decay
+    library.flexgen_h2o_decode_attention(ctypes.byref(unit))
+    return output
+
+
+def describe(
+    query: Tensor,
+    heavy_keys: Tensor,
+    heavy_values: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    scores: Tensor,
+    losers: Tensor,
+    output: Tensor,
+) -> native.Attention:
+    """A unit as the native library takes it, all slots live."""
+    library = native.library()
+    assert library is not None and query.dtype in (torch.float32, ring_keys.dtype)
+    rows, heads, ring_slots, head_dim = ring_keys.shape
+    tensors = (query, heavy_keys, heavy_values, ring_keys, ring_values, scores, losers, output)
+    heavy_slots = heavy_keys.shape[2]
+    query_type = native.TYPES[query.dtype]
+    return native.Attention(
+        *map(native.pointer, tensors),
+        *(rows * heads, head_dim, heavy_slots, ring_slots, heavy_slots, ring_slots),
+        *(native.TYPES[ring_keys.dtype], query_type, False, 1.0),
+        torch.get_num_threads(),
+        library.flexgen_h2o_best_path(head_dim),
+    )
+
+
+def enter_natively(
+    heavy_keys: Tensor,
+    heavy_values: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    scores: Tensor,
+    columns: Tensor,
+    losers: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    initial_scores: Tensor,
+    column: int,
+) -> None:
+    """The same by the native library."""
+    library = native.library()
+    assert library is not None
+    rows, heads, ring_slots, head_dim = ring_keys.shape
+    keys, values, initial_scores = keys.contiguous(), values.contiguous(), initial_scores.contiguous()
+    stored = (heavy_keys, heavy_values, ring_keys, ring_values, scores, columns, losers)
+    unit = native.Entry(
+        *map(native.pointer, (*stored, keys, values, initial_scores)),
+        *(rows * heads, heads, head_dim * keys.itemsize, heavy_keys.shape[2], ring_slots, column % ring_slots),
+        *(column, column >= ring_slots, torch.get_num_threads()),
+    )
+    library.flexgen_h2o_enter(ctypes.byref(unit))
+
+
+def attention_path(device: torch.device, head_dim: int) -> str:
+    """How decode attention runs on a device, for reports."""
+    path = native.best_path(head_dim) if device.type == "cpu" else None
+    return "torch" if path is None else f"native, {path}"
+
+
+_operators.impl("decode_attention", attend_with_torch, "CompositeExplicitAutograd")
+_operators.impl("enter_token", enter_with_torch, "CompositeExplicitAutograd")
+if native.library() is not None:
+    _operators.impl("decode_attention", attend_natively, "CPU")
+    _operators.impl("enter_token", enter_natively, "CPU")

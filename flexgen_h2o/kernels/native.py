@@ -1,0 +1,70 @@
+"""The native library, where the installation could compile it: its functions, called through ctypes.
+
+Sources are in native/. The library knows no torch and no Python; OpenMP's functions it takes from torch, which must
+have been loaded before.
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+PATHS = ("portable", "AVX2", "AVX-512")
+
+
+class Attention(Structure):
+    """`struct Attention` of attention.cpp: one unit's KV and what attention does to it."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "heavy_keys", "heavy_values", "ring_keys", "ring_values")),
+        *((name, c_void_p) for name in ("scores", "losers", "output")),
+        *((name, c_int64) for name in ("pairs", "head_dim", "heavy_slots", "ring_slots", "heavy_len", "ring_len")),
+        *((name, c_int32) for name in ("kv_type", "query_type", "accumulates")),
+        ("decay", c_float),
+        ("threads", c_int32),
+        ("path", c_int32),
+    ]
+
+
+class Entry(Structure):
+    """`struct Entry` of attention.cpp: a new token of one unit."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("heavy_keys", "heavy_values", "ring_keys", "ring_values")),
+        *((name, c_void_p) for name in ("scores", "columns", "losers", "keys", "values", "initial_scores")),
+        *((name, c_int64) for name in ("pairs", "heads", "entry_bytes", "heavy_slots", "ring_slots", "ring_slot")),
+        *((name, c_int32) for name in ("column", "ring_is_full", "threads")),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library; None where it was not compiled or cannot be loaded."""
+    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+        try:
+            found = ctypes.CDLL(str(path))
+            found.flexgen_h2o_decode_attention.argtypes = [POINTER(Attention)]
+            found.flexgen_h2o_read_only.argtypes = [POINTER(Attention)]
+            found.flexgen_h2o_read_only.restype = c_float
+            found.flexgen_h2o_enter.argtypes = [POINTER(Entry)]
+            found.flexgen_h2o_best_path.argtypes = [c_int64]
+        except (OSError, AttributeError):
+            continue
+        return found
+    return None
+
+
+def best_path(head_dim: int) -> str | None:
+    """The instruction set that entries of a size are read with; None without the library."""
+    found = library()
+    return None if found is None else PATHS[found.flexgen_h2o_best_path(head_dim)]
+
+
+def pointer(tensor: Tensor) -> int:
+    """A contiguous tensor's address."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.data_ptr()

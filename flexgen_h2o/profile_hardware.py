@@ -1,0 +1,112 @@
+"""`python -m flexgen_h2o.profile_hardware`: measures this machine and writes policies/hardware/NAME.json."""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.search.hardware import read_hardware, slug, write_hardware
+from flexgen_h2o.search.hardware_summary import summary
+
+ROOT = Path(__file__).parent.parent
+DESCRIPTION = """Measures this machine: products, decode attention, memory, links, disk and threads; in less than two
+minutes, best while nothing else runs."""
+EPILOG = """A rate is the median of its trials. Its spread is their interquartile range over the median, or the change
+since the measurement that the file held before, if that is larger; above 10 % the rate is marked as noisy.
+exit codes: 0 done; 1 failed while measuring; 2 unusable arguments, or no room; 130 interrupted."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = Parser(
+        prog="python -m flexgen_h2o.profile_hardware", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False
+    )
+    parser.add_argument("--name", help="of the machine (default: its processor or GPU, and the number of cores)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: policies/hardware/NAME.json")
+    parser.add_argument("--device", help="auto, cuda or cpu (default: auto)")
+    parser.add_argument(
+        "--folder", metavar="DIR", help="on the disk to measure (default: where runs put their offloaded files)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, in about ten seconds")
+    parser.add_argument("--json", action="store_true", help="print the file's object, the last line")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command. Raises UsageError with every mistake found."""
+    args = build_parser().parse_args(argv)
+    flags = Flags(args)
+    device_name = flags.choice("--device", ("auto", "cuda", "cpu"), "auto")
+    flags.problems += _output_problems(args)
+
+    from tqdm import tqdm
+
+    from flexgen_h2o.platforms import DEFAULT_OFFLOAD_DIR, choose_device, setting_problems
+    from flexgen_h2o.profiling.profile import measure
+    from flexgen_h2o.profiling.settings import FULL, QUICK
+    from flexgen_h2o.records import environment
+
+    flags.problems += setting_problems(device_name, "auto", {})
+    if flags.problems:
+        raise UsageError(flags.problems)
+    device = choose_device(device_name)
+    surroundings = {**environment(), "command": shlex.join(["python", "-m", "flexgen_h2o.profile_hardware", *argv])}
+    name = args.name or default_name(surroundings["machine"], device.type)
+    output = Path(args.output) if args.output else default_folder() / f"{slug(name)}.json"
+    earlier = read_hardware(output) if output.exists() else None
+    folder = _nearest_parent(Path(DEFAULT_OFFLOAD_DIR)) if args.folder is None else Path(args.folder).expanduser()
+    with tqdm(file=sys.stderr, disable=not sys.stderr.isatty(), bar_format="{desc} {percentage:3.0f}% {bar}") as bar:
+
+        def advance(title: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_description_str(f"{title:24}", refresh=False)
+            bar.update(done - bar.n)
+            bar.refresh()
+
+        hardware = measure(QUICK if args.quick else FULL, device, folder, name, surroundings, advance)
+    if earlier is not None:
+        hardware = hardware.held_against(earlier)
+    write_hardware(output, hardware)
+    print(f"written to {output}", file=sys.stderr)
+    print(json.dumps(hardware.to_json()) if args.json else summary(hardware))
+    return EXIT_OK
+
+
+def default_name(machine: Mapping[str, Any], device: str) -> str:
+    """A machine's name from what records.environment() says of it, such as "amd-epyc-2-cores"."""
+    processor = machine["gpu"] if device == "cuda" else machine["cpu"]
+    return slug(f"{processor} {machine['cores']} cores")
+
+
+def default_folder() -> Path:
+    """Where hardware files go: in the source tree that this is run from; else in the current folder."""
+    root = ROOT if (ROOT / "setup.py").exists() else Path()
+    return root / "policies" / "hardware"
+
+
+def _nearest_parent(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    folder = folder.expanduser().resolve()
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def _output_problems(args: argparse.Namespace) -> list[str]:
+    if args.output is None:
+        return []
+    output = Path(args.output)
+    folder = output.resolve().parent
+    if output.is_dir() or not folder.is_dir():
+        return [f"--output {output} cannot be written: its folder does not exist or it is a folder; give another name"]
+    if not os.access(folder, os.W_OK):
+        return [f"--output {output} cannot be written: permission denied; give another name"]
+    return []
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""Rate of decode attention, in bytes of keys and values that it reads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.kvcache.attention import decode_attention
+from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.profiling.timing import Stopwatch, dtype_name, fill
+from flexgen_h2o.workspace import Workspace, padded
+
+HIDDEN_SIZE = 2048  # heads x head_dim of a row: OPT-1.3b's
+
+
+def unit_shape(head_dim: int, slots: int, kv_bytes: int, itemsize: int) -> UnitShape:
+    """A unit of as many rows as fit into `kv_bytes`, at least one; half of its slots are heavy."""
+    one_row = UnitShape(1, HIDDEN_SIZE // head_dim, head_dim, slots // 2, slots - slots // 2)
+    rows = max(1, kv_bytes // one_row.kv_bytes(itemsize))
+    return UnitShape(rows, one_row.heads, head_dim, one_row.heavy, one_row.recent)
+
+
+def full_buffer(shape: UnitShape, dtype: torch.dtype, storage: Tensor) -> KVBuffer:
+    """An H2O buffer all of whose slots hold entries.
+
+    Args:
+        storage: [shape.nbytes(dtype.itemsize)] uint8.
+    """
+    buffer = KVBuffer(shape, H2O(shape.heavy, shape.recent), dtype, storage)
+    buffer.resume(Padding(torch.zeros(shape.rows, dtype=torch.int64)), shape.slots)
+    for part in (buffer.heavy, buffer.ring):
+        fill(part.keys)
+        fill(part.values)
+    buffer.scores.zero_()
+    buffer.columns.zero_()
+    return buffer
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Decode attention's rates on one device, as a subject."""
+
+    head_dims: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+    slots: int
+    kv_bytes: int
+    workspace: Workspace
+    stopwatch: Stopwatch
+
+    def trial(self) -> Iterator[tuple[str, float]]:
+        """Bytes of keys and values per second, by precision and head size."""
+        for dtype in self.dtypes:
+            for head_dim in self.head_dims:
+                with self.workspace.frame():
+                    name = f"attention/{self.stopwatch.device.type}/{dtype_name(dtype)}/{head_dim}"
+                    yield name, self._rate(name, dtype, head_dim)
+
+    def _rate(self, name: str, dtype: torch.dtype, head_dim: int) -> float:
+        shape = unit_shape(head_dim, self.slots, self.kv_bytes, dtype.itemsize)
+        storage = self.workspace.take((shape.nbytes(dtype.itemsize),), torch.uint8)
+        buffer = full_buffer(shape, dtype, storage)
+        query = fill(self.workspace.take((shape.rows, shape.heads, 1, head_dim), dtype)) * head_dim**-0.5
+        return shape.kv_bytes(dtype.itemsize) / self.stopwatch.seconds(name, lambda: decode_attention(query, buffer))
+
+
+def attention_bytes(head_dims: Sequence[int], dtypes: Sequence[torch.dtype], slots: int, kv_bytes: int) -> int:
+    """The most that Attention takes of its workspace."""
+    needed = []
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            shape = unit_shape(head_dim, slots, kv_bytes, dtype.itemsize)
+            query = shape.rows * shape.heads * head_dim * dtype.itemsize
+            needed.append(padded(shape.nbytes(dtype.itemsize)) + padded(query))
+    return max(needed)

@@ -1,0 +1,133 @@
+"""One rate of a machine, the names that rates have, and the unit that goes with each name.
+
+    gemm/DTYPE/ROWS                    FLOP/s   products on the compute device: [ROWS, in] . [out, in] of DTYPE
+    attention/DEVICE/DTYPE/HEAD_DIM    byte/s   decode attention, in bytes of keys and values
+    memory/DEVICE/read/THREADS         byte/s   bytes read
+    memory/DEVICE/copy/THREADS         byte/s   bytes copied, each read once and written once
+    link/DIRECTION/KIND                byte/s   h2d or d2h, from or to pinned or pageable host memory
+    disk/DIRECTION/PATH/IN_FLIGHT      byte/s   read or write, direct or buffered, requests in flight
+    disk_cpu/DIRECTION/PATH/IN_FLIGHT  s/byte   processor time that this takes
+    threads/THREADS/STREAM/WHAT        FLOP/s or byte/s   gemm or stream: products on so many threads while one more
+                                                thread streams from disk, or copies memory
+
+THREADS of a GPU is 1.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SOURCES = ("measured", "published", "assumed")
+NOISY_SPREAD = 0.1
+LEAST_TRIALS = 5
+
+_DTYPE = "(float32|bfloat16|float16)"
+_COUNT = "[1-9][0-9]*"
+_DEVICE = "(cpu|cuda)"
+UNITS = {
+    rf"gemm/{_DTYPE}/{_COUNT}": "FLOP/s",
+    rf"attention/{_DEVICE}/{_DTYPE}/{_COUNT}": "byte/s",
+    rf"memory/{_DEVICE}/(read|copy)/{_COUNT}": "byte/s",
+    r"link/(h2d|d2h)/(pinned|pageable)": "byte/s",
+    rf"disk/(read|write)/(direct|buffered)/{_COUNT}": "byte/s",
+    rf"disk_cpu/(read|write)/(direct|buffered)/{_COUNT}": "s/byte",
+    rf"threads/{_COUNT}/(disk|copy)/gemm": "FLOP/s",
+    rf"threads/{_COUNT}/(disk|copy)/stream": "byte/s",
+}
+
+
+def unit_of(name: str) -> str | None:
+    """The unit of the rate of a name; None if no rate has such a name."""
+    return next((unit for pattern, unit in UNITS.items() if re.fullmatch(pattern, name)), None)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How much of something happens in a second, or how long something takes.
+
+    Attributes:
+        value: in `unit`; the median, where it was measured.
+        source: "measured", "published" or "assumed"; the latter two with a `reference` that says where or why.
+        spread: interquartile range over median, of the trials. trials: how many.
+    """
+
+    value: float
+    unit: str
+    source: str = "measured"
+    reference: str | None = None
+    spread: float | None = None
+    trials: int | None = None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the trials differed by more than 10 %."""
+        return self.spread is not None and self.spread > NOISY_SPREAD
+
+    def to_json(self) -> dict[str, Any]:
+        """As an object of a hardware file."""
+        fields: dict[str, Any] = {"value": self.value, "unit": self.unit, "source": self.source}
+        if self.reference is not None:
+            fields["reference"] = self.reference
+        if self.spread is not None:
+            fields["spread"] = self.spread
+        if self.trials is not None:
+            fields["trials"] = self.trials
+        if self.source == "measured":
+            fields["noisy"] = self.noisy
+        return fields
+
+
+def rate_problems(name: str, values: Any) -> list[str]:
+    """What is wrong with an object of a hardware file that stands for a rate; a sentence each."""
+    unit = unit_of(name)
+    if unit is None:
+        return [f"rate {name!r} is unknown; see search/rates.py for the names"]
+    if not isinstance(values, Mapping):
+        return [f"{name} is {values!r}; it must be an object with value, unit and source"]
+    if values.get("value") is None:
+        return (
+            [] if _is_text(values.get("reason")) else [f"{name} has no value; give one, or a reason why there is none"]
+        )
+    found = []
+    if not _is_number(values["value"]) or values["value"] <= 0:
+        found.append(f"{name}: value is {values['value']!r}; it must be a number above 0")
+    if values.get("unit") != unit:
+        found.append(f"{name}: unit is {values.get('unit')!r}; it must be {unit!r}")
+    found += [f"{name}: {problem}" for problem in _source_problems(values)]
+    known = {"value", "unit", "source", "reference", "spread", "trials", "noisy", "weight_bytes_s"}
+    found += [f"{name}: {key!r} means nothing here; leave it out" for key in sorted(set(values) - known)]
+    return found
+
+
+def _source_problems(values: Mapping[str, Any]) -> list[str]:
+    source: Any = values.get("source")
+    spread: Any = values.get("spread")
+    trials: Any = values.get("trials")
+    if source not in SOURCES:
+        return [f"source is {source!r}; it must be one of {', '.join(SOURCES)}"]
+    if source != "measured":
+        return [] if _is_text(values.get("reference")) else [f"a rate that is {source} needs a reference"]
+    found = []
+    if not _is_number(spread) or spread < 0:
+        found.append(f"spread is {spread!r}; what was measured needs one, a number of at least 0")
+    if not isinstance(trials, int) or isinstance(trials, bool) or trials < LEAST_TRIALS:
+        found.append(f"trials is {trials!r}; what was measured needs at least {LEAST_TRIALS}")
+    if not found and "noisy" in values and values["noisy"] is not (spread > NOISY_SPREAD):
+        found.append(f"noisy is {values['noisy']!r}, and the spread is {spread}; above {NOISY_SPREAD} it is noisy")
+    return found
+
+
+def rate_from_json(values: Mapping[str, Any]) -> Rate:
+    """The rate of an object in which rate_problems() finds nothing wrong."""
+    fields = ("unit", "source", "reference", "spread", "trials")
+    return Rate(float(values["value"]), **{name: values[name] for name in fields if name in values})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

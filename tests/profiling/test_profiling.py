@@ -1,0 +1,279 @@
+"""Measuring: work is counted right, trials become rates, all that was asked for is measured. No speed is judged."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kernels.matrices import Matrix, PanelMatrix, PlainMatrix, best_layout
+from flexgen_h2o.kvcache.attention import decode_attention
+from flexgen_h2o.profiling import disk, profile
+from flexgen_h2o.profiling.attention import attention_bytes, full_buffer, unit_shape
+from flexgen_h2o.profiling.disk import Disk, TestFile, check_folder
+from flexgen_h2o.profiling.gemm import Products, native_dtypes, products_bytes
+from flexgen_h2o.profiling.memory import Memory
+from flexgen_h2o.profiling.settings import FULL, QUICK
+from flexgen_h2o.profiling.threads import Stream, best_threads, candidates, copy_step, disk_step
+from flexgen_h2o.profiling.timing import Stopwatch, Subject, collect, compute_threads, fill, summarise
+from flexgen_h2o.search.rates import Rate
+from flexgen_h2o.tiers import GB
+from flexgen_h2o.workspace import Workspace
+
+CPU = torch.device("cpu")
+
+
+def workspace(nbytes: int) -> Workspace:
+    return Workspace(torch.empty(nbytes, dtype=torch.uint8))
+
+
+# --- timing ---
+
+
+def test_the_median_and_the_interquartile_range() -> None:
+    rate = summarise("memory/cpu/read/1", [1.0, 9.0, 10.0, 11.0, 500.0])
+    assert (rate.value, rate.spread, rate.trials, rate.noisy) == (10.0, pytest.approx(0.2), 5, True)
+    assert (rate.unit, rate.source) == ("byte/s", "measured")
+    assert not summarise("memory/cpu/read/1", [9.8, 9.9, 10.0, 10.1, 10.2]).noisy
+
+
+def test_trials_take_turns_and_the_first_pass_is_discarded() -> None:
+    order: list[str] = []
+    progress: list[tuple[str, int, int]] = []
+
+    def subject(title: str, rates: list[str]) -> Subject:
+        def trial() -> Iterator[tuple[str, float]]:
+            order.append(title)
+            for rate in rates:
+                yield rate, float(len(order))
+
+        return Subject(title, trial)
+
+    subjects = [subject("a", ["gemm/float32/1", "gemm/float32/2"]), subject("b", ["memory/cpu/read/1"])]
+    rates = collect(subjects, 5, lambda *told: progress.append(told))
+    assert order == ["a", "b"] * 6
+    assert progress == [(order[done], done, 12) for done in range(12)]
+    # Its trials came 3rd, 5th, 7th, 9th and 11th; the 1st was discarded.
+    assert {name: rate.value for name, rate in rates.items()} == {
+        "gemm/float32/1": 7.0,
+        "gemm/float32/2": 7.0,
+        "memory/cpu/read/1": 8.0,
+    }
+
+
+def test_short_work_is_repeated() -> None:
+    stopwatch, calls = Stopwatch(CPU, 0.02), []
+
+    def work() -> None:
+        calls.append(1)
+        time.sleep(0.002)
+
+    stopwatch.seconds("work", work)  # warms up, and finds out how often
+    assert len(calls) == 2
+    calls.clear()
+    assert 0.002 <= stopwatch.seconds("work", work) < 0.02
+    assert 2 <= len(calls) <= 10
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="stop"), compute_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise RuntimeError("stop")
+    assert torch.get_num_threads() == before
+
+
+def test_memory_is_filled_with_numbers_of_any_type() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = fill(torch.full((3, 400_001), torch.nan, dtype=dtype))
+        assert tensor.isfinite().all() and 0.9 < tensor.float().std() < 1.1
+    assert fill(torch.empty(0)).numel() == 0
+
+
+# --- products and attention ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_take_all_weights_in_turn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    for kind in (PlainMatrix, PanelMatrix):
+        product = kind.product
+
+        def noted(self: Matrix, *rest: torch.Tensor, product: Callable[..., torch.Tensor] = product) -> torch.Tensor:
+            taken.append(id(self))
+            return product(self, *rest)
+
+        monkeypatch.setattr(kind, "product", noted)
+    nbytes = 4 * 64 * 32 * dtype.itemsize - 1
+    space = workspace(products_bytes((64, 32), nbytes, 8, dtype))  # just enough
+    products = Products((64, 32), nbytes, 8, dtype, space, CPU)
+    for _ in range(8):
+        products.multiply(5)
+    assert len(set(taken)) == 4 and taken[:4] == taken[4:]
+    assert products.flops(5) == 2 * 5 * 64 * 32
+
+
+def test_the_product_is_that_of_the_layers() -> None:
+    products = Products((64, 32), 1, 3, torch.float32, workspace(2**16), CPU)
+    products.multiply(3)
+    weight, bias, x = next(products._weights), products._bias, products._x
+    engines = PanelMatrix if best_layout(CPU, torch.float32, [(64, 32)]).name == "panels" else PlainMatrix
+    assert isinstance(weight, engines)
+    assert torch.allclose(products._out, torch.nn.functional.linear(x, weight.dense(), bias), atol=1e-5)
+
+
+def test_float16_is_left_out_or_not() -> None:
+    assert native_dtypes(CPU)[:2] == [torch.float32, torch.bfloat16]
+    assert set(native_dtypes(torch.device("cuda"))) == {torch.float32, torch.bfloat16, torch.float16}
+
+
+def test_attention_reads_a_buffer_that_is_full() -> None:
+    shape = unit_shape(64, 512, 3 * 2**22, 2)  # a row of bfloat16: 32 heads x 512 slots x 64 x 2 x 2 bytes = 4 MB
+    assert (shape.rows, shape.heads, shape.slots, shape.kv_bytes(2)) == (3, 32, 512, 3 * 2**22)
+    buffer = full_buffer(shape, torch.bfloat16, torch.empty(shape.nbytes(2), dtype=torch.uint8))
+    assert (buffer.heavy_len, buffer.ring_len) == (256, 256)
+    query = (torch.randn(3, 32, 1, 64) * 64**-0.5).to(torch.bfloat16)
+    keys, values = (
+        torch.cat([getattr(part, name) for part in (buffer.heavy, buffer.ring)], 2).float()
+        for name in ("keys", "values")
+    )
+    expected = torch.softmax(query.float() @ keys.transpose(2, 3), -1) @ values
+    assert torch.allclose(decode_attention(query, buffer).float(), expected, atol=0.01)
+    assert buffer.scores.sum().item() == pytest.approx(3 * 32, rel=1e-3)
+    assert attention_bytes([64, 128], [torch.bfloat16], 512, 3 * 2**22) >= shape.nbytes(2)
+
+
+def test_memory_is_measured_by_threads() -> None:
+    memory = Memory(2**16, (1, 2), workspace(2**16), Stopwatch(CPU, 0.0))
+    assert [name for name, value in memory.trial() if value > 0] == [
+        f"memory/cpu/{kind}/{threads}" for threads in (1, 2) for kind in ("read", "copy")
+    ]
+
+
+# --- disk ---
+
+FILE_BYTES, AT_ONCE = 3 * 2**20 + 4096, 2**20
+
+
+def test_the_test_file_is_written_random_and_has_no_name(tmp_path: Path) -> None:
+    with TestFile(tmp_path, FILE_BYTES, AT_ONCE) as file:
+        assert list(tmp_path.iterdir()) == []
+        content = torch.empty(FILE_BYTES, dtype=torch.uint8)
+        file.buffered.read(content, 0)
+        counts = content.bincount(minlength=256) / FILE_BYTES
+        assert counts.max() < 1.1 / 256 and counts.min() > 0.9 / 256
+        before = file.memory.clone()
+        file.shuffle()
+        assert (before != file.memory).float().mean() > 0.5
+
+
+def test_every_way_to_the_disk_is_measured(tmp_path: Path) -> None:
+    with TestFile(tmp_path, FILE_BYTES, AT_ONCE) as file:
+        if not file.direct.is_direct:
+            pytest.skip("the file system refuses O_DIRECT")
+        subject = Disk(file, (1, 4), buffered=True)
+        names = [name for name, value in subject.trial() if value > 0]
+        assert subject.missing() == {}
+    assert sorted(names) == sorted(
+        f"{kind}/{direction}/{path}"
+        for kind in ("disk", "disk_cpu")
+        for direction in ("read", "write")
+        for path in ("direct/1", "direct/4", "buffered/1")
+    )
+
+
+def test_where_direct_io_is_refused_the_page_cache_stands_in(tmp_path: Path) -> None:
+    with TestFile(tmp_path, FILE_BYTES, AT_ONCE) as file:
+        file.direct.refusal = "no O_DIRECT here"
+        subject = Disk(file, (1, 2), buffered=False)
+        assert {name.split("/")[2] for name, _ in subject.trial()} == {"buffered"}
+        missing = subject.missing()
+    assert len(missing) == 8 and set(missing.values()) == {"the file system of the test file refuses O_DIRECT"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_nothing_is_left_when_writing_the_file_fails(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(disk.os, "posix_fallocate", fail)
+    with pytest.raises(type(error)):
+        TestFile(tmp_path, FILE_BYTES, AT_ONCE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_or_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "free_disk_bytes", lambda folder: GB // 2)
+    with pytest.raises(UsageError) as caught:
+        check_folder(tmp_path, GB)
+    assert caught.value.problems == [
+        f"the test file needs 1.00 GB of disk, and {tmp_path} has 0.50 GB left; give another --folder or free some"
+    ]
+    with pytest.raises(UsageError, match="no folder that can be written to"):
+        check_folder(tmp_path / "nowhere", 1)
+
+
+def test_too_little_memory_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "usable_memory", lambda: GB // 2)
+    with pytest.raises(UsageError, match="of cpu memory, of which 0.50 GB are usable; give --quick") as caught:
+        profile.measure(FULL, CPU, tmp_path, "small", {})
+    assert len(caught.value.problems) == 1
+
+
+# --- threads ---
+
+
+def test_a_stream_runs_until_it_is_left_and_its_errors_come_through(tmp_path: Path) -> None:
+    with TestFile(tmp_path, FILE_BYTES, AT_ONCE) as file:
+        for step in (disk_step(file), copy_step(file)):
+            with Stream(step) as stream:
+                time.sleep(0.01)
+            moved = stream.moved
+            assert moved > 0 and not stream.is_alive()
+            time.sleep(0.01)
+            assert stream.moved == moved
+
+    def fail(number: int) -> int:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"), Stream(fail):
+        pass
+    assert not any(thread.name == "profile-stream" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, (1,)), (2, (2, 1)), (4, (4, 3, 2)), (64, (64, 63, 32))])
+def test_which_splits_are_tried(cores: int, counts: tuple[int, ...]) -> None:
+    assert candidates(cores) == counts
+
+
+@pytest.mark.parametrize(
+    ("figures", "best"),
+    [
+        ({2: (100, 1.0), 1: (90, 2.0)}, 1),  # 180 against 100
+        ({2: (100, 1.0), 1: (50, 1.5)}, 2),
+        ({2: (100, 1.0), 1: (103, 1.0)}, 2),  # a tie: more threads
+        ({}, None),
+    ],
+)
+def test_the_best_split_gives_most_of_both(figures: dict[int, tuple[float, float]], best: int | None) -> None:
+    rates = {}
+    for threads, (flops, moved) in figures.items():
+        rates[f"threads/{threads}/disk/gemm"] = Rate(flops, "FLOP/s")
+        rates[f"threads/{threads}/disk/stream"] = Rate(moved, "byte/s")
+    assert best_threads(rates) == best
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize("settings", [FULL, QUICK], ids=["full", "quick"])
+def test_settings_measure_memory_and_not_caches(settings: profile.Settings) -> None:
+    assert settings.trials >= 5 and settings.rows[0] == 1
+    assert settings.weight_bytes >= 2**28 and settings.kv_bytes >= 2**27 and settings.memory_bytes >= 2**29
