@@ -1,19 +1,15 @@
-"""Files of the disk tier: a folder per run for KV and hidden states, and a cache of weights that later runs reuse."""
+"""Files of a run: a folder for KV and hidden states, gone when the run ends."""
 
 import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-import psutil
-from torch import Tensor
-
-from flexgen_h2o.extents import Extent, free_disk_bytes, whole_pages, write_extent
+from flexgen_h2o.extents import Extent, free_disk_bytes, whole_pages
 from flexgen_h2o.tiers import gb
 
 LOCK_NAME = "lock"
@@ -91,62 +87,3 @@ def check_space(folder: Path, nbytes: int, what: str) -> None:
 def cache_key(*parts: object) -> str:
     """A short name for whatever the parts describe; equal parts give equal names."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
-
-
-class WeightFolder:
-    """Weights of one checkpoint in one precision, a file per parameter, reused by later runs.
-
-    A file is written under another name and renamed when it is whole, so an interrupted run leaves nothing that could
-    be taken for weights.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def reserve(self, sizes: Mapping[str, int]) -> set[str]:
-        """Names of the parameters that are not there yet in the right size.
-
-        Raises OSError that says what is needed and what there is, if they do not all fit.
-        """
-        missing = {name for name, nbytes in sizes.items() if self._size(name) != nbytes}
-        check_space(self.path, sum(whole_pages(sizes[name]) for name in missing), "weights")
-        return missing
-
-    def present_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of those of the parameters that are there already."""
-        return sum(max(0, self._size(name)) for name in names)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a parameter from host memory."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        part = self.path / f".{name}.{os.getpid()}"
-        self._remove_leftovers(name)
-        try:
-            with part.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))
-                file.truncate(tensor.nbytes)
-            write_extent(Extent(part, 0, tensor.nbytes), tensor.contiguous())
-            with part.open("rb") as file:
-                os.fsync(file.fileno())  # or a crash could leave a file of the right size, full of zeros
-            part.rename(self._path(name))
-        finally:
-            part.unlink(missing_ok=True)
-
-    def _remove_leftovers(self, name: str) -> None:
-        """Removes what writes of this parameter by processes that are no more have left."""
-        for leftover in self.path.glob(f".{name}.*"):
-            if not psutil.pid_exists(int(leftover.suffix[1:])):
-                leftover.unlink(missing_ok=True)
-
-    def extent(self, name: str, nbytes: int) -> Extent:
-        """Where a parameter lies."""
-        return Extent(self._path(name), 0, nbytes)
-
-    def _path(self, name: str) -> Path:
-        return self.path / f"{name}.bin"
-
-    def _size(self, name: str) -> int:
-        try:
-            return self._path(name).stat().st_size
-        except OSError:
-            return -1

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +30,7 @@ from flexgen_h2o.schedule import (
     Group,
     LoadCache,
     LoadHidden,
+    Operation,
     Project,
     ReleaseWeights,
     StoreCache,
@@ -36,6 +38,7 @@ from flexgen_h2o.schedule import (
     cut_block,
     zigzag,
 )
+from flexgen_h2o.search.limits import PhaseWork, decode_work, prefill_flops
 from flexgen_h2o.transfer import Ticket, Transfer
 from flexgen_h2o.weights import WeightStore
 from flexgen_h2o.workspace import Workspace
@@ -91,10 +94,15 @@ def pad_prompts(prompts: Sequence[Sequence[int]], filler: int) -> PromptBlock:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Measured seconds of one block: prefill up to its first token, then each decode step."""
+    """Measured seconds of one block: prefill up to its first token, then each decode step; and what was done in them.
+
+    Attributes:
+        work: by phase, "prefill" and "decode".
+    """
 
     prefill_s: float
     step_s: list[float]
+    work: dict[str, PhaseWork]
 
     @property
     def decode_s(self) -> float:
@@ -149,7 +157,8 @@ class Engine:
         policy = self.policy
         shape = cut_block(block.rows, policy.gpu_batch_size, policy.group_rows)
         work = _BlockWork(self, block, shape)
-        step_s = []
+        step_s: list[float] = []
+        snapshots = [self._snapshot()]
         started = time.perf_counter()
         for operation in zigzag(
             tokens, self.config.num_hidden_layers, shape, policy.look_ahead, policy.groups_in_flight
@@ -161,29 +170,49 @@ class Engine:
                     self.kv.load(layer, unit)
                 case LoadHidden(group):
                     self.hidden.load(group.index)
-                case Embed(token, group):
-                    work.embed(token, group)
-                case Project(token, layer, group):
-                    work.project(token, layer, group)
-                case Attend(token, layer, unit):
-                    work.attend(token, layer, unit)
-                case Finish(token, layer, group):
-                    work.finish(token, layer, group)
                 case StoreHidden(group):
                     self.hidden.store(group.index)
                 case StoreCache(token, layer, unit):
                     work.store_cache(token, layer, unit)
                 case ReleaseWeights(page):
                     self.weights.release(page)
-                case Choose(token, group):
-                    work.choose(token, group, chooser)
-                case EndStep():
+                case EndStep(token):
                     work.end_step()
                     step_s.append(time.perf_counter() - started)
+                    if token == 0:
+                        snapshots.append(self._snapshot())
                     if chooser.finished():
                         break
                     started = time.perf_counter()
-        return BlockTimes(step_s[0], step_s[1:])
+                case _:
+                    with self.transfer.timeline.span("compute", operation):
+                        work.compute(operation, chooser)
+        snapshots.append(self._snapshot())
+        return BlockTimes(step_s[0], step_s[1:], self._count(shape, block.width, len(step_s) - 1, snapshots))
+
+    def _snapshot(self) -> tuple[Counter[str], dict[str, float]]:
+        """Bytes moved and seconds busy so far."""
+        return self.transfer.moved.copy(), self.transfer.timeline.busy_now()
+
+    def _count(
+        self, shape: BlockShape, width: int, steps: int, snapshots: Sequence[tuple[Counter[str], dict[str, float]]]
+    ) -> dict[str, PhaseWork]:
+        """What each phase has computed, and what was moved and busy between snapshots."""
+        rule = self.kv.rule
+        prefill = PhaseWork(prefill_flops(self.config, _row_counts(shape.prefill_groups), width))
+        columns = range(width + 1, width + 1 + steps)
+        itemsize = self.weights.dtype.itemsize
+        decode = decode_work(
+            self.config, _row_counts(shape.decode_groups), (rule.heavy, rule.recent), columns, itemsize
+        )
+        for phase, before, after in zip((prefill, decode), snapshots, snapshots[1:], strict=False):
+            phase.moved = after[0] - before[0]
+            phase.busy_s = {lane: seconds - before[1].get(lane, 0.0) for lane, seconds in after[1].items()}
+        return {"prefill": prefill, "decode": decode}
+
+
+def _row_counts(groups: Sequence[Group]) -> list[int]:
+    return [group.rows.stop - group.rows.start for group in groups]
 
 
 def unit_shapes(config: ModelConfig, rule: EvictionRule, policy: Policy, rows: int) -> list[UnitShape]:
@@ -232,6 +261,22 @@ class _BlockWork:
         self.current: _InFlight
         self.kv.begin(self.paddings)
         self.hidden.begin()
+
+    def compute(self, operation: Operation, chooser: TokenChooser) -> None:
+        """Executes an operation that computes."""
+        match operation:
+            case Embed(token, group):
+                self.embed(token, group)
+            case Project(token, layer, group):
+                self.project(token, layer, group)
+            case Attend(token, layer, unit):
+                self.attend(token, layer, unit)
+            case Finish(token, layer, group):
+                self.finish(token, layer, group)
+            case Choose(token, group):
+                self.choose(token, group, chooser)
+            case _:
+                raise AssertionError(f"{operation} is no computation")
 
     def column(self, token: int) -> int:
         """The column of the last token that a step takes in."""

@@ -1,4 +1,4 @@
-"""Bytes in files: whole-page extents, read into tensors and written from them."""
+"""Bytes in files: extents, which begin at whole pages, and the memory of tensors as bytes."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -53,26 +53,3 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def host_bytes(tensor: Tensor) -> Any:
     """A contiguous host tensor's memory as something that files read into and write from."""
     return as_bytes(tensor).numpy()
-
-
-def read_extent(target: Tensor, extent: Extent) -> None:
-    """Reads an extent into a contiguous host tensor of as many bytes. Raises OSError if the file is shorter."""
-    view = memoryview(host_bytes(target))
-    with extent.path.open("rb", buffering=0) as file:
-        done = 0
-        while done < len(view):
-            count = os.preadv(file.fileno(), [view[done:]], extent.offset + done)
-            if count == 0:
-                raise OSError(
-                    f"{extent.path} ends at byte {extent.offset + done}; {len(view) - done} bytes are missing"
-                )
-            done += count
-
-
-def write_extent(extent: Extent, source: Tensor) -> None:
-    """Writes a contiguous host tensor to an extent of a file that exists."""
-    view = memoryview(host_bytes(source))
-    with extent.path.open("r+b", buffering=0) as file:
-        done = 0
-        while done < len(view):
-            done += os.pwritev(file.fileno(), [view[done:]], extent.offset + done)

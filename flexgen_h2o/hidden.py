@@ -114,7 +114,7 @@ class HiddenStore:
         place.shape, place.on_device = source.shape, None
         source = source.contiguous()
         after = [self._transfer.used(), place.stored]
-        place.stored = start_store(self._transfer, self._home(place), source, after)
+        place.stored = start_store(self._transfer, self._home(place), source, after, f"store hidden, group {group}")
 
     def load(self, group: int) -> None:
         """Starts to bring a group's hidden states to the device."""
@@ -124,7 +124,7 @@ class HiddenStore:
         target = torch.empty(place.shape, dtype=self._dtype, device=self._tiers.device)
         place.on_device = target
         after = [self._transfer.used(), place.stored]
-        place.loaded = start_load(self._transfer, target, self._home(place), after)
+        place.loaded = start_load(self._transfer, target, self._home(place), after, f"load hidden, group {group}")
 
     def close(self) -> None:
         """Gives all bytes back."""

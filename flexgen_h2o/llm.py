@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.checkpoints import Checkpoint, locate_model, open_checkpoint
-from flexgen_h2o.disk import WeightFolder, cache_key
+from flexgen_h2o.disk import cache_key
 from flexgen_h2o.engine import Engine, PromptBlock, pad_prompts, unit_shapes
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import GenerationOutput, NoChoice, Request, Sampler
@@ -35,12 +35,14 @@ from flexgen_h2o.policy import EvictionSpec, Policy
 from flexgen_h2o.preflight import check_fit
 from flexgen_h2o.runtime import RunSizes, Runtime
 from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.search.limits import PhaseWork
 from flexgen_h2o.tiers import Ledger
 from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
-from flexgen_h2o.weights import TensorSource, checkpoint_source, dummy_source
+from flexgen_h2o.weight_files import WeightFolder
+from flexgen_h2o.weights import TensorSource, checkpoint_source, dummy_source, weight_places
 
 Prompt = str | Sequence[int]
-WEIGHT_LAYOUT = 1  # number of the layout of cached weight files
+WEIGHT_LAYOUT = 2  # number of the layout of cached weight files
 
 
 @dataclass
@@ -54,6 +56,7 @@ class RunTotals:
     decode_s: float = 0.0
     evictions: int = 0  # entries dropped, over all rows, layers and heads
     step_s: list[list[float]] = field(default_factory=list)  # of each block
+    work: dict[str, PhaseWork] = field(default_factory=lambda: {"prefill": PhaseWork(), "decode": PhaseWork()})
 
 
 class LLM:
@@ -75,6 +78,7 @@ class LLM:
         offload_dir: where files of the run go, if KV or hidden states live on disk.
         dummy_weights: random weights, for measuring speed without a checkpoint.
         seed: of the dummy weights and of random prompts.
+        trace: keep what every resource did when, for `timeline.write_trace`.
         policy: fields of `Policy`: how a block is cut (gpu_batch_size, ...) and where things live (percent, ...).
     Raises UsageError with every mistake found.
     """
@@ -99,6 +103,7 @@ class LLM:
         offload_dir: str | Path = DEFAULT_OFFLOAD_DIR,
         dummy_weights: bool = False,
         seed: int = 0,
+        trace: bool = False,
         **policy: Any,
     ):
         self.eviction = EvictionSpec(eviction, hh_ratio, recent_ratio, hh_size, recent_size, sink_size)
@@ -126,6 +131,7 @@ class LLM:
             baseline=process_baseline(self.dtype),
             gpu_baseline=taken_on_gpu(self.device),
             matrix_layout=best_layout(self.device, self.dtype, self.config.matrix_shapes()),
+            keeps_spans=trace,
         )
         self.tokenizer: Tokenizer | None = None if source.folder is None else load_tokenizer(source.folder, self.config)
         self.runtime: Runtime | None = None
@@ -208,7 +214,9 @@ class LLM:
             return 0
         folder = self._weight_folder(self._open_checkpoint())
         homes = place_weights(self.config, self.policy.percent.weights)
-        return 0 if folder is None else folder.present_bytes(name for name, tier in homes.items() if tier == "disk")
+        places = weight_places(self.config, self.dtype, self.platform.matrix_layout)
+        on_disk = {name: place for name, place in places.items() if homes[name] == "disk"}
+        return 0 if folder is None else folder.present_bytes(on_disk)
 
     def _open_checkpoint(self) -> Checkpoint | None:
         """The checkpoint, checked; None where weights are made up or none are needed."""
@@ -355,6 +363,8 @@ class LLM:
         self.totals.prefill_s += times.prefill_s
         self.totals.decode_s += times.decode_s
         self.totals.step_s.append(times.step_s)
+        for phase, work in times.work.items():
+            self.totals.work[phase].add(work)
         heads = self.config.num_hidden_layers * self.config.num_attention_heads
         for row, request in enumerate(block):
             output = sampler.output(row, request)

@@ -102,7 +102,7 @@ def place_weights(config: ModelConfig, shares: Shares) -> WeightHomes:
     matrices in order. Where a share ends inside a tensor, that tensor goes one way in some layers and the other way in
     the rest, by error diffusion; neighbouring layers differ by at most that one tensor per boundary.
     """
-    outer, layer = _small_first(config.outer_shapes()), _small_first(config.layer_shapes())
+    outer, layer = small_first(config.outer_shapes()), small_first(config.layer_shapes())
     outer_sums, layer_sums = _sums(outer), _sums(layer)
     layers = config.num_hidden_layers
     total = outer_sums[-1] + layers * layer_sums[-1]
@@ -119,7 +119,8 @@ def place_weights(config: ModelConfig, shares: Shares) -> WeightHomes:
     return homes
 
 
-def _small_first(shapes: Shapes) -> Shapes:
+def small_first(shapes: Shapes) -> Shapes:
+    """The order in which a page's parameters fill the tiers, from fast to slow, and lie on disk."""
     return dict(sorted(shapes.items(), key=lambda item: len(item[1])))
 
 

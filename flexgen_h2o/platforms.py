@@ -32,6 +32,7 @@ class Platform:
         baseline: bytes that the process held before the model; None to measure them when the runtime starts.
         gpu_baseline: bytes of the GPU that were taken before the model: by CUDA itself and by others.
         matrix_layout: how weight matrices lie in memory and on disk.
+        keeps_spans: keep what every resource did when, for a trace.
     """
 
     device: torch.device
@@ -42,6 +43,7 @@ class Platform:
     baseline: int | None = None
     gpu_baseline: int = 0
     matrix_layout: MatrixLayout = field(default_factory=PlainLayout)
+    keeps_spans: bool = False
 
 
 def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None]) -> list[str]:

@@ -5,16 +5,13 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.search.hardware import read_hardware, slug, write_hardware
+from flexgen_h2o.search.hardware import default_folder, default_name, read_hardware, slug, write_hardware
 from flexgen_h2o.search.hardware_summary import summary
 
-ROOT = Path(__file__).parent.parent
 DESCRIPTION = """Measures this machine: products, decode attention, memory, links, disk and threads; in less than two
 minutes, best while nothing else runs."""
 EPILOG = """A rate is the median of its trials. Its spread is their interquartile range over the median, or the change
@@ -76,18 +73,6 @@ def main(argv: list[str]) -> int:
     print(f"written to {output}", file=sys.stderr)
     print(json.dumps(hardware.to_json()) if args.json else summary(hardware))
     return EXIT_OK
-
-
-def default_name(machine: Mapping[str, Any], device: str) -> str:
-    """A machine's name from what records.environment() says of it, such as "amd-epyc-2-cores"."""
-    processor = machine["gpu"] if device == "cuda" else machine["cpu"]
-    return slug(f"{processor} {machine['cores']} cores")
-
-
-def default_folder() -> Path:
-    """Where hardware files go: in the source tree that this is run from; else in the current folder."""
-    root = ROOT if (ROOT / "setup.py").exists() else Path()
-    return root / "policies" / "hardware"
 
 
 def _nearest_parent(folder: Path) -> Path:

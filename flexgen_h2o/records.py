@@ -11,15 +11,26 @@ from typing import Any
 import psutil
 import torch
 
+from flexgen_h2o.kernels.decode import attention_path
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine import peak_resident_bytes
 from flexgen_h2o.placement import TIERS
 from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.search.hardware import Hardware, default_name
+from flexgen_h2o.search.limits import limit_of
 from flexgen_h2o.tiers import gb
 
+LANES = ("compute", "disk_read", "disk_write", "h2d", "d2h")
 
-def run_report(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int | None) -> dict[str, Any]:
-    """The JSON object of `run --json`: everything in it was measured or counted, or is null."""
+
+def run_report(
+    llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int | None, hardware: Hardware | None = None
+) -> dict[str, Any]:
+    """The JSON object of `run --json`: everything in it was measured or counted, or is null.
+
+    Args:
+        hardware: rates of this machine, from which the limits of both phases follow.
+    """
     totals = llm.totals
     measured = llm.device.type != "meta"
     total_s = totals.prefill_s + totals.decode_s
@@ -51,8 +62,12 @@ def run_report(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: i
         "io": {f"{link}_bytes": llm.moved_bytes(link) for link in ("disk_read", "disk_write", "h2d", "d2h")},
         "achieved_percent": llm.achieved_percent(),
         "phases": {
-            "prefill": _phase(totals.prefill_s if measured else None),
-            "decode": _phase(totals.decode_s if measured else None),
+            "prefill": _phase(llm, "prefill", totals.prefill_s if measured else None, hardware),
+            "decode": _phase(llm, "decode", totals.decode_s if measured else None, hardware),
+        },
+        "kernels": {
+            "matrices": llm.platform.matrix_layout.name,
+            "decode_attention": attention_path(llm.device, llm.config.head_dim),
         },
         "predicted": None,
         "measured": measured,
@@ -90,9 +105,14 @@ def _memory(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int 
     }
 
 
-def _phase(seconds: float | None) -> dict[str, Any]:
-    unmeasured = dict.fromkeys(("compute", "disk_read", "disk_write", "h2d", "d2h"))
-    return {"seconds": seconds, "limit_s": None, "busy_s": unmeasured}
+def _phase(llm: LLM, name: str, seconds: float | None, hardware: Hardware | None) -> dict[str, Any]:
+    """Measured and least seconds of a phase. On a GPU the host sees when work is issued and not when it is done."""
+    work = llm.totals.work[name]
+    dtype = str(llm.dtype).removeprefix("torch.")
+    limit, binds, reason = limit_of(work, hardware, dtype, llm.config.head_dim)
+    is_seen = seconds is not None and llm.device.type == "cpu"
+    busy = {lane: work.busy_s.get(lane, 0.0) if is_seen else None for lane in LANES}
+    return {"seconds": seconds, "limit_s": limit, "binds": binds, "no_limit": reason, "busy_s": busy}
 
 
 def _rate(count: int, seconds: float) -> float | None:
@@ -120,10 +140,23 @@ def summary(report: dict[str, Any], length: int) -> str:
     lines.append(
         f"prefill {report['prefill_s']:.3f} s, decode {report['decode_s']:.3f} s, loading {report['load_s']:.3f} s"
     )
+    kernels = report["kernels"]
+    lines.append(f"products: matrices in {kernels['matrices']} layout; decode attention: {kernels['decode_attention']}")
+    lines += _limit_lines(report["phases"])
     if report["throughput_tok_s"] is not None:
         decode = f", decode {report['decode_tok_s']:.1f} tok/s" if report["decode_tok_s"] is not None else ""
         lines.append(f"throughput {report['throughput_tok_s']:.1f} tok/s{decode}")
     return "\n".join([*lines, "peak memory, counted by the ledger:", *_ledger_lines(memory), _measured_line(memory)])
+
+
+def _limit_lines(phases: dict[str, Any]) -> list[str]:
+    """How near each phase came to its limit; nothing where there is none."""
+    return [
+        f"{name}: limit {phase['limit_s']:.3f} s ({phase['binds']}), {phase['limit_s'] / phase['seconds']:.0%} of it"
+        " reached"
+        for name, phase in phases.items()
+        if phase["limit_s"] and phase["seconds"]
+    ]
 
 
 def _ledger_lines(memory: dict[str, Any]) -> list[str]:
@@ -146,19 +179,29 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "flexgen_h2o", "scripts")),
-        "machine": {
-            "cpu": _cpu_name(),
-            "cores": psutil.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "memory_bytes": psutil.virtual_memory().total,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in ("torch", "transformers", "numpy")},
         },
     }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, GPU and memory of this machine."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def machine_name(device: str) -> str:
+    """The name of this machine's hardware file."""
+    return default_name(machine(), device)
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import EXIT_FAILED, EXIT_OK, run_command
@@ -21,11 +22,14 @@ def main(argv: list[str]) -> int:
     # Loading torch takes a second, which --help and a mistyped flag need not wait for.
     from flexgen_h2o.batch import BatchJob
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.records import run_report, summary
+    from flexgen_h2o.records import machine_name, run_report, summary
     from flexgen_h2o.sampling import SamplingParams
+    from flexgen_h2o.search.hardware import find_hardware
+    from flexgen_h2o.timeline import write_trace
 
     params = SamplingParams(**options.params)
     with LLM(**options.llm) as llm:
+        hardware = find_hardware(options.hardware, machine_name(llm.device.type))
         _warn_of_idle_flags(options, llm)
         job = BatchJob(llm, params, _source(options, llm))
         sizes = job.measure()
@@ -34,7 +38,9 @@ def main(argv: list[str]) -> int:
         else:
             job.run(sizes, options.output)
             _warn(job, llm)
-        report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts)
+        report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts, hardware)
+        if options.trace is not None and llm.runtime is not None:
+            write_trace(Path(options.trace), llm.runtime.timeline.spans)
     print(json.dumps(report) if options.json else summary(report, sizes.prompt_len + params.max_new_tokens))
     return EXIT_FAILED if job.failed and options.strict else EXIT_OK
 

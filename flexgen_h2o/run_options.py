@@ -17,8 +17,6 @@ NOT_YET = {
     "--compress-cache": "the KV cache stays in 16 or 32 bit",
     "--ring-16bit": "the KV cache stays in 16 or 32 bit",
     "--policy": "sizes are given by flags",
-    "--hardware": "sizes are given by flags",
-    "--trace": "the report has the times of both phases",
 }
 DEFAULT_GEN_LEN = 32
 MOST_ROWS = 10**6
@@ -44,6 +42,8 @@ FLAGS = {
         "--output": "FILE.jsonl (default: standard output)",
         "--strict": "exit 1 if any prompt could not be served",
         "--json": "print the report as one JSON object, the last line",
+        "--hardware": "rates to compute limits from: auto (this machine's file, if there is one), a name or FILE",
+        "--trace": "FILE for a trace of what every resource did when, for Perfetto or chrome://tracing",
         "--prompt-len": "longest prompt in tokens (default: the longest of the input)",
         "--gen-len": f"tokens to generate per prompt (default: {DEFAULT_GEN_LEN})",
     },
@@ -117,6 +117,8 @@ class Options:
     prompt_len: int | None
     strict: bool
     json: bool
+    hardware: str
+    trace: str | None
     gpu_only: tuple[str, ...]  # flags given that only matter beside a GPU
     has_fixed_sizes: bool  # the KV buffer's size does not depend on the prompts
 
@@ -141,6 +143,8 @@ def read_flags(argv: list[str]) -> Options:
         prompt_len=llm["prompt_len"],
         strict=args.strict,
         json=args.json,
+        hardware=args.hardware or "auto",
+        trace=args.trace,
         gpu_only=tuple(flag for flag in ("--pin-weight", "--cpu-cache-compute") if flags.given(flag)),
         has_fixed_sizes=llm["eviction"] != "full" and all(llm[name] is not None for name in sizes),
     )
@@ -180,6 +184,7 @@ def _llm_arguments(args: argparse.Namespace, flags: Flags) -> dict[str, Any]:
         "device": flags.choice("--device", ("auto", "cuda", "cpu", "meta"), "auto"),
         **{f"{tier}_mem": flags.real(f"--{tier}-mem", most=MOST_GB) for tier in ("gpu", "cpu", "disk")},
         "dummy_weights": args.dummy_weights,
+        "trace": args.trace is not None,
         "seed": flags.whole("--seed", 0, 2**63 - 1) or 0,
         **{name: value for name, value in given.items() if value is not None},
     }
@@ -221,7 +226,7 @@ def _sampling_arguments(args: argparse.Namespace, flags: Flags, seed: int) -> di
 
 def _check_files(args: argparse.Namespace, flags: Flags) -> None:
     """What can be seen of the input and output files without reading them."""
-    checks = {"--input": _input_problem, "--output": _output_problem}
+    checks = {"--input": _input_problem, "--output": _output_problem, "--trace": _trace_problem}
     for flag, check in checks.items():
         if flags.text(flag) is None:
             continue
@@ -251,10 +256,19 @@ def _output_problem(args: argparse.Namespace) -> str | None:
     output = Path(args.output)
     if args.input not in (None, "-") and output.exists() and Path(args.input).exists() and output.samefile(args.input):
         return f"--output {output} is the input file; give another name"
+    return _unwritable("--output", output)
+
+
+def _trace_problem(args: argparse.Namespace) -> str | None:
+    return _unwritable("--trace", Path(args.trace))
+
+
+def _unwritable(flag: str, output: Path) -> str | None:
+    """What keeps a file from being written, if anything."""
     if output.is_dir() or not output.resolve().parent.is_dir():
-        return f"--output {output} cannot be written: its folder does not exist or it is a folder; give another name"
+        return f"{flag} {output} cannot be written: its folder does not exist or it is a folder; give another name"
     if not os.access(output if output.exists() else output.resolve().parent, os.W_OK):
-        return f"--output {output} cannot be written: permission denied; give another name"
+        return f"{flag} {output} cannot be written: permission denied; give another name"
     return None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexgen_h2o.disk import RunFolder, WeightFolder
+from flexgen_h2o.disk import RunFolder
 from flexgen_h2o.engine import Engine, unit_shapes
 from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.matrices import MatrixLayout, result_bytes
@@ -24,7 +24,9 @@ from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.schedule import cut_block
 from flexgen_h2o.tiers import Ledger, Tiers
+from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.transfer import LINKS, STAGING_BYTES, CudaTransfer, InlineTransfer, ThreadTransfer, Transfer
+from flexgen_h2o.weight_files import WeightFolder
 from flexgen_h2o.weights import Progress, TensorSource, WeightStore
 from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
@@ -69,6 +71,7 @@ class Runtime:
         self.policy = policy
         self.platform = platform
         self.ledger = Ledger(platform.budgets, platform.joint)
+        self.timeline = Timeline(platform.keeps_spans)
         self._resources = ExitStack()
         self._engine_resources = ExitStack()
         self._sizes: RunSizes | None = None
@@ -110,9 +113,9 @@ class Runtime:
         if self.platform.make_transfer is not None:
             return self.platform.make_transfer()
         if self.platform.device.type == "cuda":
-            return CudaTransfer(self.platform.device)
+            return CudaTransfer(self.platform.device, timeline=self.timeline)
         overlaps = self.policy.overlap and self.platform.device.type == "cpu" and self._reads_disk
-        return ThreadTransfer() if overlaps else InlineTransfer()
+        return ThreadTransfer(timeline=self.timeline) if overlaps else InlineTransfer(self.timeline)
 
     @property
     def _uses_disk(self) -> bool:

@@ -19,7 +19,9 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from flexgen_h2o.extents import Extent, as_bytes, read_extent, write_extent
+from flexgen_h2o.direct_io import read_direct, write_direct
+from flexgen_h2o.extents import Extent, as_bytes
+from flexgen_h2o.timeline import STALL, Timeline
 
 Link = Literal["h2d", "d2h", "disk_read", "disk_write", "host"]
 LINKS: tuple[Link, ...] = get_args(Link)
@@ -38,12 +40,16 @@ class Ticket:
 
         Raises the error with which the work failed.
         """
+        self.join()
+
+    def join(self) -> None:
+        """The same, for others than compute."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
     def wait_on_host(self) -> None:
         """Returns when the result is in memory that the host may read. Raises as wait() does."""
-        self.wait()
+        self.join()
         if self.event is not None:
             self.event.synchronize()
 
@@ -51,9 +57,10 @@ class Ticket:
 class OpenTicket(Ticket):
     """A ticket for work that a thread has yet to do."""
 
-    def __init__(self, worker: threading.Thread):
+    def __init__(self, worker: threading.Thread, timeline: Timeline):
         super().__init__()
         self._worker = worker
+        self._timeline = timeline
         self._issued = threading.Event()
         self._error: BaseException | None = None
 
@@ -68,24 +75,31 @@ class OpenTicket(Ticket):
         self._issued.set()
 
     def wait(self) -> None:
+        if self._issued.is_set():
+            return self.join()
+        with self._timeline.span(STALL, self._worker.name):
+            self.join()
+
+    def join(self) -> None:
         while not self._issued.wait(WAIT_LIMIT_S):
             if not self._worker.is_alive():
                 raise RuntimeError("a copy worker has died; the run cannot go on")
         if self._error is not None:
             raise self._error
-        super().wait()
+        super().join()
 
 
 Work = Callable[[], None]
 
 
 class Transfer(Protocol):
-    """What moves bytes. `moved` counts them by link."""
+    """What moves bytes. `moved` counts them by link, and `timeline` when links were busy."""
 
     moved: Counter[str]
+    timeline: Timeline
 
-    def submit(self, link: Link, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        """Does `work` on a link once all of `after` are done."""
+    def submit(self, link: Link, work: Work, after: Sequence[Ticket] = (), what: object = "") -> Ticket:
+        """Does `work` on a link once all of `after` are done; `what` names it."""
 
     def used(self) -> Ticket:
         """A ticket for everything that compute has been told so far: a buffer it reads may be overwritten after it."""
@@ -109,29 +123,34 @@ class Transfer(Protocol):
 Location = Tensor | Extent  # where something lives: in memory, or in a file
 
 
-def start_load(transfer: Transfer, target: Tensor, source: Location, after: Sequence[Ticket]) -> Ticket:
+def start_load(
+    transfer: Transfer, target: Tensor, source: Location, after: Sequence[Ticket], what: object = ""
+) -> Ticket:
     """Starts to bring what lives at `source` to a tensor on the device."""
     if isinstance(source, Extent):
         extent = source
-        return transfer.submit("disk_read", lambda: transfer.read(target, extent), after)
+        return transfer.submit("disk_read", lambda: transfer.read(target, extent), after, what)
     tensor = source
-    return transfer.submit("h2d", lambda: transfer.copy("h2d", target, tensor), after)
+    return transfer.submit("h2d", lambda: transfer.copy("h2d", target, tensor), after, what)
 
 
-def start_store(transfer: Transfer, target: Location, source: Tensor, after: Sequence[Ticket]) -> Ticket:
+def start_store(
+    transfer: Transfer, target: Location, source: Tensor, after: Sequence[Ticket], what: object = ""
+) -> Ticket:
     """Starts to put a tensor on the device where it lives."""
     if isinstance(target, Extent):
         extent = target
-        return transfer.submit("disk_write", lambda: transfer.write(extent, source), after)
+        return transfer.submit("disk_write", lambda: transfer.write(extent, source), after, what)
     tensor = target
-    return transfer.submit("d2h", lambda: transfer.copy("d2h", tensor, source), after)
+    return transfer.submit("d2h", lambda: transfer.copy("d2h", tensor, source), after, what)
 
 
 class HostCopies:
     """Copies between tensors in host memory, and between them and files. Tensors without memory (meta) only count."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self.moved: Counter[str] = Counter()
+        self.timeline = timeline or Timeline()
         self._counting = threading.Lock()
 
     def count(self, link: Link, nbytes: int) -> None:
@@ -146,19 +165,20 @@ class HostCopies:
     def read(self, target: Tensor, extent: Extent) -> None:
         self.count("disk_read", target.nbytes)
         if not target.is_meta:
-            read_extent(target, extent)
+            read_direct(target, extent)
 
     def write(self, extent: Extent, source: Tensor) -> None:
         self.count("disk_write", source.nbytes)
         if not source.is_meta:
-            write_extent(extent, source)
+            write_direct(extent, source)
 
 
 class InlineTransfer(HostCopies):
     """Does all work at once, in the caller."""
 
-    def submit(self, link: Link, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        work()
+    def submit(self, link: Link, work: Work, after: Sequence[Ticket] = (), what: object = "") -> Ticket:
+        with self.timeline.span(link, what):
+            work()
         return Ticket()
 
     def used(self) -> Ticket:
@@ -179,11 +199,11 @@ class ThreadTransfer(HostCopies):
         seed: of the delays.
     """
 
-    def __init__(self, max_delay_s: float = 0.0, seed: int = 0):
-        super().__init__()
+    def __init__(self, max_delay_s: float = 0.0, seed: int = 0, timeline: Timeline | None = None):
+        super().__init__(timeline)
         self._max_delay_s = max_delay_s
         self._delays = random.Random(seed)
-        self._queues: dict[str, SimpleQueue[tuple[Work, Sequence[Ticket], OpenTicket] | None]] = {}
+        self._queues: dict[str, SimpleQueue[tuple[Work, Sequence[Ticket], OpenTicket, object] | None]] = {}
         self._workers: dict[str, threading.Thread] = {}
         self._pending: list[OpenTicket] = []
         self._closing = False
@@ -194,11 +214,11 @@ class ThreadTransfer(HostCopies):
             )
             self._workers[link].start()
 
-    def submit(self, link: Link, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        ticket = OpenTicket(self._workers[link])
+    def submit(self, link: Link, work: Work, after: Sequence[Ticket] = (), what: object = "") -> Ticket:
+        ticket = OpenTicket(self._workers[link], self.timeline)
         self._pending = [other for other in self._pending if not other.succeeded]
         self._pending.append(ticket)
-        self._queues[link].put((work, after, ticket))
+        self._queues[link].put((work, after, ticket, what))
         return ticket
 
     def used(self) -> Ticket:
@@ -225,15 +245,16 @@ class ThreadTransfer(HostCopies):
     def _serve(self, link: Link) -> None:
         with torch.inference_mode():
             while (item := self._queues[link].get()) is not None:
-                work, after, ticket = item
+                work, after, ticket, what = item
                 try:
                     if self._closing:
                         raise RuntimeError("the run ended before this copy began")
                     if self._max_delay_s:
                         time.sleep(self._delays.uniform(0, self._max_delay_s))
                     for earlier in after:
-                        earlier.wait()
-                    work()
+                        earlier.join()
+                    with self.timeline.span(link, what):
+                        work()
                     ticket.settle(self._stamp())
                 except BaseException as error:  # whatever it is, it belongs to whoever waits for the ticket
                     ticket.settle(error=error)
@@ -249,12 +270,12 @@ class CudaTransfer(ThreadTransfer):
     the other is filled. Pinned memory is copied as it is.
     """
 
-    def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES):
+    def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES, timeline: Timeline | None = None):
         self._device = device
         self._streams = {link: torch.cuda.Stream(device) for link in LINKS}
         self._staging = {link: _Staging(staging_bytes) for link in LINKS}
         self._here = threading.local()  # which link this thread serves
-        super().__init__()
+        super().__init__(timeline=timeline)
 
     def used(self) -> Ticket:
         return Ticket(self._stamp())
@@ -285,7 +306,7 @@ class CudaTransfer(ThreadTransfer):
             return super().read(target, extent)
         self.count("disk_read", target.nbytes)
         self.count("h2d", target.nbytes)
-        self._to_device(as_bytes(target), lambda at, staged: read_extent(staged, extent.part(at)))
+        self._to_device(as_bytes(target), lambda at, staged: read_direct(staged, extent.part(at)))
 
     def write(self, extent: Extent, source: Tensor) -> None:
         if not source.is_cuda:
@@ -293,7 +314,7 @@ class CudaTransfer(ThreadTransfer):
         self.count("disk_write", source.nbytes)
         self.count("d2h", source.nbytes)
         source.record_stream(torch.cuda.current_stream(self._device))
-        self._to_host(as_bytes(source), lambda at, staged: write_extent(extent.part(at), staged))
+        self._to_host(as_bytes(source), lambda at, staged: write_direct(extent.part(at), staged))
 
     def _to_device(self, target: Tensor, fill: Callable[[slice, Tensor], object]) -> None:
         """Moves bytes to the device through the link's pinned buffers; `fill` puts a part of them into one."""

@@ -4,7 +4,7 @@ Compute asks for a page: the parameters of one decoder layer, or those outside t
 its home is copied into read buffers on the device, one set more than the look-ahead; they are allocated once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.checkpoints import Checkpoint
-from flexgen_h2o.disk import WeightFolder
-from flexgen_h2o.extents import Extent
+from flexgen_h2o.direct_io import aligned_bytes
+from flexgen_h2o.extents import Extent, whole_pages
 from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout
 from flexgen_h2o.layers import Parameters
 from flexgen_h2o.model_config import ModelConfig, Shapes, is_matrix
-from flexgen_h2o.placement import Tier, WeightHomes
-from flexgen_h2o.schedule import OUTER
+from flexgen_h2o.placement import Tier, WeightHomes, small_first
+from flexgen_h2o.schedule import OUTER, FetchWeights
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load
+from flexgen_h2o.weight_files import WeightFolder, WeightPlace, lay_out
 
 # Standard deviation of made-up weights: OPT's own initialisation.
 DUMMY_STD = 0.02
@@ -75,11 +76,35 @@ def dummy_source(config: ModelConfig, seed: int, dtype: torch.dtype, device: tor
     return make
 
 
+def weight_places(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> dict[str, WeightPlace]:
+    """Where every parameter would lie on disk: a file for each page."""
+    places: dict[str, WeightPlace] = {}
+    for page in range(OUTER, config.num_hidden_layers):
+        shapes = small_first(page_shapes(config, page))
+        sizes = {
+            full_name(page, name): prod(storage_shape(name, shape, dtype, layout)) * dtype.itemsize
+            for name, shape in shapes.items()
+        }
+        places |= lay_out("outer.bin" if page == OUTER else f"layer-{page}.bin", sizes)
+    return places
+
+
+def page_shapes(config: ModelConfig, page: int) -> Shapes:
+    """Parameters of a page, named relative to it."""
+    return config.outer_shapes() if page == OUTER else config.layer_shapes()
+
+
+def full_name(page: int, name: str) -> str:
+    """The name, relative to the decoder, of a parameter of a page."""
+    return name if page == OUTER else f"layers.{page}.{name}"
+
+
 @dataclass
 class ReadBuffer:
-    """Memory on the device for one page's parameters.
+    """Memory on the device for one page's parameters, in one piece, laid out as the page's file.
 
     Attributes:
+        memory: [n] uint8, of the file's bytes from `start` on; None where everything is in reach at home.
         storage: by name relative to the page.
         parameters: what is in it, for compute.
         page: which one was last fetched.
@@ -87,8 +112,10 @@ class ReadBuffer:
         free: done when it may be overwritten.
     """
 
-    storage: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor | Matrix]
+    memory: Tensor | None = None
+    start: int = 0
+    storage: Mapping[str, Tensor] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor | Matrix] = field(default_factory=dict)
     page: int | None = None
     loaded: list[Ticket] = field(default_factory=list)
     free: Ticket = field(default_factory=Ticket)
@@ -129,9 +156,12 @@ class WeightStore:
         self._resident: dict[str, Tensor | Matrix] = {}
         self._disk_bytes = 0
         self._allocated: list[tuple[Stored, str]] = []
-        self._outer_buffer = ReadBuffer({}, {})
+        self._outer_buffer = ReadBuffer()
         self._layer_buffers: list[ReadBuffer] = []
+        self._places = weight_places(config, dtype, layout)
         try:
+            if tiers.device.type != "meta":
+                layout.prepare(config.matrix_shapes(), dtype)
             self._make_buffers(look_ahead + 1)
         except BaseException:
             self.close()
@@ -139,11 +169,8 @@ class WeightStore:
 
     def _make_buffers(self, turns: int) -> None:
         layers = range(self.config.num_hidden_layers)
-        self._outer_buffer = self._make_buffer(self.config.outer_shapes(), [""])
-        self._layer_buffers = [
-            self._make_buffer(self.config.layer_shapes(), [f"layers.{n}." for n in layers[turn::turns]])
-            for turn in range(turns)
-        ]
+        self._outer_buffer = self._make_buffer([OUTER])
+        self._layer_buffers = [self._make_buffer(layers[turn::turns]) for turn in range(turns)]
 
     @property
     def nbytes(self) -> int:
@@ -161,13 +188,13 @@ class WeightStore:
         What lives on disk and is in the folder already is not read again. Raises OSError if there is no room for it.
         """
         shapes = storage_shapes(self.config, self.dtype, self.layout)
-        on_disk = {name: shapes[name] for name, tier in self.homes.items() if tier == "disk"}
-        disk_bytes = sum(prod(shape) for shape in on_disk.values()) * self.dtype.itemsize
+        on_disk = {name: self._places[name] for name, tier in self.homes.items() if tier == "disk"}
+        disk_bytes = sum(whole_pages(place.nbytes) for place in on_disk.values())
         self._tiers.ledger.charge("disk", LEDGER_LINE, disk_bytes)
         self._disk_bytes = disk_bytes
         missing = set(on_disk)
         if self._folder is not None:
-            missing = self._folder.reserve({name: prod(s) * self.dtype.itemsize for name, s in on_disk.items()})
+            missing = self._folder.reserve(on_disk)
         for name in set(on_disk) - missing:
             self._store_on_disk(name, shapes[name])
             progress(self._stored[name].nbytes)
@@ -181,9 +208,9 @@ class WeightStore:
         tier = self.homes[name]
         if tier == "disk":
             if self._folder is not None:
-                encoded = torch.empty(shape, dtype=self.dtype)
+                encoded = aligned_bytes(prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
                 self._encode(name, encoded, tensor)
-                self._folder.write(name, encoded)
+                self._folder.write(name, self._places[name], encoded)
             self._store_on_disk(name, shape)
             return
         stored = self._tiers.allocate(tier, name, shape, self.dtype, LEDGER_LINE, pin=self._pin)
@@ -206,9 +233,8 @@ class WeightStore:
         return self.layout.matrix(storage, (shape[0], shape[1])) if is_matrix(name) else storage
 
     def _store_on_disk(self, name: str, shape: tuple[int, ...]) -> None:
-        nbytes = prod(shape) * self.dtype.itemsize
-        folder = self._folder
-        extent = Extent(Path(), 0, nbytes) if folder is None else folder.extent(name, nbytes)
+        place, folder = self._places[name], self._folder
+        extent = Extent(Path(), place.offset, whole_pages(place.nbytes)) if folder is None else folder.extent(place)
         self._stored[name] = Stored(name, "disk", shape, self.dtype, extent=extent)
 
     def fetch(self, page: int) -> None:
@@ -217,11 +243,18 @@ class WeightStore:
         if buffer.page == page:
             return  # it is still there, as is always so for what lies outside the layers
         buffer.page, buffer.loaded = page, []
-        for name, target in buffer.storage.items():
-            stored = self._stored[self._full_name(page, name)]
-            if stored.tier in self._tiers.reachable:
-                continue
-            buffer.loaded.append(start_load(self._transfer, target, stored.place, [buffer.free]))
+        away = [(name, self._stored[full_name(page, name)]) for name in buffer.storage]
+        for name, stored in away:
+            if stored.tier == "cpu" and stored.tier not in self._tiers.reachable:
+                target = buffer.storage[name]
+                buffer.loaded.append(
+                    start_load(self._transfer, target, stored.place, [buffer.free], FetchWeights(page))
+                )
+        for extent in _joined(stored.extent for _, stored in away if stored.extent is not None):
+            assert buffer.memory is not None
+            start = extent.offset - buffer.start
+            target = buffer.memory[start : start + extent.nbytes]
+            buffer.loaded.append(start_load(self._transfer, target, extent, [buffer.free], FetchWeights(page)))
 
     def page(self, page: int) -> Parameters:
         """A page's parameters on the device; those that had to be fetched have arrived."""
@@ -230,12 +263,10 @@ class WeightStore:
             raise RuntimeError(f"weights of page {page} are used before they were fetched")
         for ticket in buffer.loaded:
             ticket.wait()
-        shapes = self.config.outer_shapes() if page == OUTER else self.config.layer_shapes()
         tensors: dict[str, Tensor] = {}
         matrices: dict[str, Matrix] = {}
-        for name in shapes:
-            full_name = self._full_name(page, name)
-            found = self._resident.get(full_name)
+        for name in page_shapes(self.config, page):
+            found = self._resident.get(full_name(page, name))
             if found is None:
                 found = buffer.parameters[name]
             if isinstance(found, Tensor):
@@ -260,26 +291,43 @@ class WeightStore:
         if self._disk_bytes:
             self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
         self._allocated, self._stored, self._resident = [], {}, {}
-        self._layer_buffers, self._outer_buffer = [], ReadBuffer({}, {})
+        self._layer_buffers, self._outer_buffer = [], ReadBuffer()
         self._disk_bytes = 0
 
     def _buffer(self, page: int) -> ReadBuffer:
         return self._outer_buffer if page == OUTER else self._layer_buffers[page % len(self._layer_buffers)]
 
-    @staticmethod
-    def _full_name(page: int, name: str) -> str:
-        return name if page == OUTER else f"layers.{page}.{name}"
-
-    def _make_buffer(self, shapes: Mapping[str, tuple[int, ...]], prefixes: Sequence[str]) -> ReadBuffer:
+    def _make_buffer(self, pages: Sequence[int]) -> ReadBuffer:
         """A buffer for those parameters that compute cannot reach at home on any of the pages that will use it."""
+        shapes = page_shapes(self.config, pages[0]) if pages else {}
+        away = [
+            name
+            for name in small_first(shapes)
+            if any(self.homes[full_name(page, name)] not in self._tiers.reachable for page in pages)
+        ]
+        if not away:
+            return ReadBuffer()
+        places = {name: self._places[full_name(pages[0], name)] for name in away}
+        start = places[away[0]].offset
+        nbytes = places[away[-1]].offset + whole_pages(places[away[-1]].nbytes) - start
+        stored = self._tiers.allocate("gpu", READ_LINE, (nbytes,), torch.uint8, READ_LINE)
+        self._allocated.append((stored, READ_LINE))
+        memory = stored.resident(self._tiers.reachable)
         storage: dict[str, Tensor] = {}
         parameters: dict[str, Tensor | Matrix] = {}
-        for name, shape in shapes.items():
-            if all(self.homes[prefix + name] in self._tiers.reachable for prefix in prefixes):
-                continue
-            in_memory = storage_shape(name, shape, self.dtype, self.layout)
-            stored = self._tiers.allocate("gpu", name, in_memory, self.dtype, READ_LINE)
-            self._allocated.append((stored, READ_LINE))
-            storage[name] = stored.resident(self._tiers.reachable)
-            parameters[name] = self._usable(name, storage[name], shape)
-        return ReadBuffer(storage, parameters)
+        for name, place in places.items():
+            part = memory[place.offset - start : place.offset - start + place.nbytes].view(self.dtype)
+            storage[name] = part.view(storage_shape(name, shapes[name], self.dtype, self.layout))
+            parameters[name] = self._usable(name, storage[name], shapes[name])
+        return ReadBuffer(memory, start, storage, parameters)
+
+
+def _joined(extents: Iterable[Extent]) -> list[Extent]:
+    """Extents in ascending order, those that touch made one: the larger a request, the better."""
+    joined: list[Extent] = []
+    for extent in extents:
+        if joined and joined[-1].path == extent.path and joined[-1].offset + joined[-1].nbytes == extent.offset:
+            last = joined.pop()
+            extent = Extent(last.path, last.offset, last.nbytes + extent.nbytes)
+        joined.append(extent)
+    return joined

@@ -14,7 +14,6 @@ import torch
 from helpers import Block, TinyOpt, random_forced, random_ids, run_forced
 from torch import Tensor
 
-from flexgen_h2o.disk import WeightFolder
 from flexgen_h2o.kernels.matrices import MatrixLayout, best_layout
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink
 from flexgen_h2o.placement import Percent, Tier
@@ -23,6 +22,7 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import BASELINE_LINE, RunSizes, Runtime
 from flexgen_h2o.tiers import Ledger
 from flexgen_h2o.transfer import InlineTransfer, ThreadTransfer, Transfer
+from flexgen_h2o.weight_files import WeightFolder
 
 CPU = torch.device("cpu")
 STEPS = 6  # forced tokens

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flexgen_h2o.extents import Extent, read_extent, write_extent
+from flexgen_h2o.direct_io import read_direct, write_direct
+from flexgen_h2o.extents import Extent
+from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.transfer import LINKS, Link, Ticket
 
 Memory = int | Path  # the address of a storage, or a file
@@ -85,13 +87,13 @@ class TrackedTicket(Ticket):
         self.moment = moment
         self.works = works
 
-    def wait(self) -> None:
+    def join(self) -> None:
         actor = self._detector.actor
         actor.moment = max(actor.moment, self.moment)
         actor.works |= self.works
 
     def wait_on_host(self) -> None:
-        self.wait()
+        self.join()
         self._detector.actor.on_host |= self.works
 
 
@@ -105,6 +107,8 @@ class RaceDetector(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.moved: Counter[str] = Counter()
+        self.timeline = Timeline()
+        self._storages: set[int] = set()  # addresses of all memory that has been seen
         self.races: list[str] = []
         self.compute = Actor(0)
         self.actor = self.compute
@@ -119,7 +123,7 @@ class RaceDetector(TorchDispatchMode):
 
     # --- the interface of a transfer ---
 
-    def submit(self, link: Link, work: Callable[[], None], after: Sequence[Ticket] = ()) -> Ticket:
+    def submit(self, link: Link, work: Callable[[], None], after: Sequence[Ticket] = (), what: object = "") -> Ticket:
         before = self._last_on_link[link]
         self._count += 1
         moment = max(before.moment, self._all_seen)
@@ -137,10 +141,10 @@ class RaceDetector(TorchDispatchMode):
 
     def copy(self, link: Link, target: Tensor, source: Tensor) -> None:
         self.moved[link] += target.nbytes
-        self._touch(_span(source), f"{link} from", is_write=False, is_async=True)
-        last = self._writes.get(_span(target).memory, {}).get(_span(target))
+        self._touch(self._span(source), f"{link} from", is_write=False, is_async=True)
+        last = self._writes.get(self._span(target).memory, {}).get(self._span(target))
         made_here = last is not None and last.actor == self.actor.number
-        self._touch(_span(target), f"{link} to", is_write=True, is_async=True)
+        self._touch(self._span(target), f"{link} to", is_write=True, is_async=True)
         with self._pause():
             target.copy_(source)
         if link == "d2h" and made_here:
@@ -150,16 +154,16 @@ class RaceDetector(TorchDispatchMode):
     def read(self, target: Tensor, extent: Extent) -> None:
         self.moved["disk_read"] += target.nbytes
         self._touch(_file_span(extent), "read of", is_write=False)
-        self._touch(_span(target), "disk read to", is_write=True, is_async=True)
+        self._touch(self._span(target), "disk read to", is_write=True, is_async=True)
         with self._pause():
-            read_extent(target, extent)
+            read_direct(target, extent)
 
     def write(self, extent: Extent, source: Tensor) -> None:
         self.moved["disk_write"] += source.nbytes
-        self._touch(_span(source), "disk write from", is_write=False, is_async=True)
+        self._touch(self._span(source), "disk write from", is_write=False, is_async=True)
         self._touch(_file_span(extent), "write of", is_write=True)
         with self._pause():
-            write_extent(extent, source)
+            write_direct(extent, source)
 
     def drain(self) -> None:
         self._all_done = set(range(1, self._count + 1))
@@ -183,18 +187,18 @@ class RaceDetector(TorchDispatchMode):
             self.compute.moment += 1
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        known = {_span(tensor).memory for tensor in inputs}
-        fresh = [tensor for tensor in outputs if _span(tensor).memory not in known]
-        self._alive += [tensor.untyped_storage() for tensor in fresh]
+        known = {self._span(tensor).memory for tensor in inputs}
+        fresh = [tensor for tensor in outputs if self._span(tensor).memory not in known]
+        self._alive += [tensor.untyped_storage() for tensor in fresh if not tensor.is_mkldnn]
         changed = _changed(func, args, kwargs or {})
         if outputs and not fresh and not changed:
             return result  # a view: it touches nothing
         on_device = self.actor is self.compute
         for tensor in inputs:
             is_write = any(tensor is other for other in changed)
-            self._touch(_span(tensor), str(func), is_write, is_async=on_device)
+            self._touch(self._span(tensor), str(func), is_write, is_async=on_device)
         for tensor in fresh:
-            self._touch(_span(tensor), str(func), is_write=True, is_async=on_device)
+            self._touch(self._span(tensor), str(func), is_write=True, is_async=on_device)
         return result
 
     def _touch(self, span: Span, what: str, is_write: bool, is_async: bool = False) -> None:
@@ -223,6 +227,21 @@ class RaceDetector(TorchDispatchMode):
         is_for_host = earlier.is_async and not access.is_async
         return earlier.actor in (self.actor.on_host if is_for_host else self.actor.works)
 
+    def _span(self, tensor: Tensor) -> Span:
+        """The bytes from the first to the last element of a tensor, or of what a packed tensor lies over."""
+        if tensor.is_mkldnn:
+            start, nbytes = torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+            memory = max((known for known in self._storages if known <= start), default=start)
+            return Span(memory, start - memory, start - memory + nbytes)
+        storage = tensor.untyped_storage()
+        memory = storage.data_ptr()
+        self._storages.add(memory)
+        if not tensor.numel():
+            return Span(memory, 0, 0)
+        start = tensor.storage_offset() * tensor.itemsize
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return Span(memory, start, start + (reach + 1) * tensor.itemsize)
+
     @contextmanager
     def _acting(self, actor: Actor) -> Iterator[None]:
         before, self.actor = self.actor, actor
@@ -238,18 +257,6 @@ class RaceDetector(TorchDispatchMode):
             yield
         finally:
             self._paused = False
-
-
-def _span(tensor: Tensor) -> Span:
-    """The bytes from the first to the last element of a tensor."""
-    if tensor.is_mkldnn:  # a view that oneDNN reads through; what it lies over is not told
-        return Span(torch.ops.mkldnn.data_ptr(tensor), 0, 0)
-    memory = tensor.untyped_storage().data_ptr()
-    if not tensor.numel():
-        return Span(memory, 0, 0)
-    start = tensor.storage_offset() * tensor.itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Span(memory, start, start + (reach + 1) * tensor.itemsize)
 
 
 def _file_span(extent: Extent) -> Span:

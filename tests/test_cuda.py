@@ -10,13 +10,13 @@ import torch
 from helpers import TinyOpt, largest_difference, random_forced, random_ids, run_forced
 from torch import Tensor
 
-from flexgen_h2o.disk import WeightFolder
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import RunSizes, Runtime
 from flexgen_h2o.transfer import CudaTransfer
+from flexgen_h2o.weight_files import WeightFolder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

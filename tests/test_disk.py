@@ -9,20 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import GreedyTokens, TinyOpt, pad
-from placed import BACKENDS, ON_DISK, Case, case_logits, opened, run_folders, small_block
+from placed import BACKENDS, ON_DISK, Case, case_logits, layout_of, opened, run_folders, small_block
 from torch import Tensor
 
 from flexgen_h2o import disk, extents
-from flexgen_h2o.disk import RunFolder, WeightFolder, cache_key, check_space
-from flexgen_h2o.extents import PAGE, Extent, free_disk_bytes, read_extent, whole_pages, write_extent
+from flexgen_h2o.direct_io import read_direct, write_direct
+from flexgen_h2o.disk import RunFolder, cache_key, check_space
+from flexgen_h2o.extents import PAGE, Extent, free_disk_bytes, whole_pages
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.tiers import GB
+from flexgen_h2o.weight_files import WeightFolder, lay_out
+from flexgen_h2o.weights import weight_places
 
 Tiny = Callable[..., TinyOpt]
 
@@ -36,9 +40,9 @@ def test_what_is_written_is_read_again(tmp_path: Path, nbytes: int, offset: int)
     path = tmp_path / "file"
     path.write_bytes(b"x" * (offset + nbytes + 10))
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    write_extent(Extent(path, offset, nbytes), source)
+    write_direct(Extent(path, offset, nbytes), source)
     target = torch.zeros_like(source)
-    read_extent(target, Extent(path, offset, nbytes))
+    read_direct(target, Extent(path, offset, nbytes))
     assert torch.equal(target, source)
     content = path.read_bytes()
     assert content[:offset] == b"x" * offset and content[offset + nbytes :] == b"x" * 10
@@ -49,9 +53,9 @@ def test_tensors_of_any_type_go_through_files(tmp_path: Path, dtype: torch.dtype
     source = (torch.randn(7, 5) * 100).to(dtype)
     path = tmp_path / "file"
     path.touch()
-    write_extent(Extent(path, 0, source.nbytes), source)
+    write_direct(Extent(path, 0, source.nbytes), source)
     target = torch.empty_like(source)
-    read_extent(target, Extent(path, 0, source.nbytes))
+    read_direct(target, Extent(path, 0, source.nbytes))
     assert torch.equal(target, source) and path.stat().st_size == source.nbytes
 
 
@@ -60,7 +64,7 @@ def test_a_file_that_is_too_short_is_named(tmp_path: Path, there: int) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(bytes(there))
     with pytest.raises(OSError) as caught:
-        read_extent(torch.empty(100, dtype=torch.uint8), Extent(path, 0, 100))
+        read_direct(torch.empty(100, dtype=torch.uint8), Extent(path, 0, 100))
     assert str(path) in str(caught.value) and f"{100 - there} bytes are missing" in str(caught.value)
 
 
@@ -72,8 +76,8 @@ def test_reads_and_writes_that_come_in_pieces_are_put_together(tmp_path: Path, m
     path = tmp_path / "file"
     path.touch()
     source, target = torch.arange(101, dtype=torch.uint8), torch.zeros(101, dtype=torch.uint8)
-    write_extent(Extent(path, 3, 101), source)
-    read_extent(target, Extent(path, 3, 101))
+    write_direct(Extent(path, 3, 101), source)
+    read_direct(target, Extent(path, 3, 101))
     assert torch.equal(source, target)
 
 
@@ -117,10 +121,10 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
 def test_two_runs_do_not_touch_each_other(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as one:
         written = one.reserve("kv", PAGE)
-        write_extent(written, torch.full((PAGE,), 7, dtype=torch.uint8))
+        write_direct(written, torch.full((PAGE,), 7, dtype=torch.uint8))
         with RunFolder(tmp_path) as other:
             assert other.reclaimed == 0 and other.path != one.path
-            write_extent(other.reserve("kv", PAGE), torch.full((PAGE,), 9, dtype=torch.uint8))
+            write_direct(other.reserve("kv", PAGE), torch.full((PAGE,), 9, dtype=torch.uint8))
         assert run_folders(tmp_path) == [one.path]
         assert set(written.path.read_bytes()) == {7}
 
@@ -209,120 +213,13 @@ def test_a_disk_that_is_full_after_all_is_an_error_and_no_signal(
         with pytest.raises(OSError, match="No space"):
             folder.reserve("kv", PAGE)
     assert run_folders(tmp_path) == []
-    store = WeightFolder(tmp_path / "weights")
+    store, places = WeightFolder(tmp_path / "weights"), lay_out("page.bin", {"a": 40})
     with pytest.raises(OSError, match="No space"):
-        store.write("a", torch.ones(10))
-    assert list(store.path.iterdir()) == []
+        store.write("a", places["a"], torch.ones(10))
+    assert store.reserve(places) == {"a"}
 
 
 # --- weights ---
-
-
-def test_weights_are_there_once_they_are_written(tmp_path: Path) -> None:
-    folder = WeightFolder(tmp_path / "deep" / "weights")
-    tensors = {"a": torch.randn(3, 5), "b.bias": torch.randn(7)}
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    assert folder.reserve(sizes) == {"a", "b.bias"}
-    for name, tensor in tensors.items():
-        folder.write(name, tensor)
-    again = WeightFolder(folder.path)
-    assert again.reserve(sizes) == set()
-    for name, tensor in tensors.items():
-        target = torch.empty_like(tensor)
-        read_extent(target, again.extent(name, tensor.nbytes))
-        assert torch.equal(target, tensor)
-    assert len(list(folder.path.iterdir())) == 2
-
-
-def test_weights_that_are_not_contiguous_are_written_as_they_read(tmp_path: Path) -> None:
-    folder = WeightFolder(tmp_path)
-    tensor = torch.arange(12.0).view(3, 4).T
-    folder.write("a", tensor)
-    target = torch.empty(4, 3)
-    read_extent(target, folder.extent("a", 48))
-    assert torch.equal(target, tensor)
-
-
-@pytest.mark.parametrize("size", [0, 1, 39, 41])
-def test_a_file_of_another_size_is_missing(tmp_path: Path, size: int) -> None:
-    folder = WeightFolder(tmp_path)
-    folder.write("a", torch.ones(10))
-    with folder.extent("a", 40).path.open("r+b") as file:
-        file.truncate(size)
-    assert folder.reserve({"a": 40}) == {"a"}
-    folder.write("a", torch.ones(10))
-    assert folder.reserve({"a": 40}) == set()
-
-
-def test_an_interrupted_write_leaves_nothing_that_is_taken_for_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = WeightFolder(tmp_path)
-
-    def interrupted(extent: Extent, source: Tensor) -> None:
-        extent.path.write_bytes(bytes(extent.nbytes // 2))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(disk, "write_extent", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        folder.write("a", torch.ones(10))
-    assert folder.reserve({"a": 40}) == {"a"} and list(tmp_path.iterdir()) == []
-
-
-WRITER = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from flexgen_h2o import disk
-
-def killed(extent, source):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-disk.write_extent = killed
-disk.WeightFolder(Path(sys.argv[1])).write("a", torch.ones(10))
-"""
-
-
-def test_leftovers_of_a_killed_write_are_not_taken_for_weights(tmp_path: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], check=False).returncode == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1  # it was at work
-    folder = WeightFolder(tmp_path)
-    assert folder.reserve({"a": 40}) == {"a"}
-    folder.write("a", torch.ones(10))
-    assert folder.reserve({"a": 40}) == set()
-
-
-def test_leftovers_of_a_killed_write_do_not_fill_the_disk_for_good(tmp_path: Path) -> None:
-    """A run that is killed halfway through a large model would otherwise cost its space until someone looks."""
-    subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], check=False)
-    folder = WeightFolder(tmp_path)
-    folder.reserve({"a": 40})
-    folder.write("a", torch.ones(10))
-    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs may start on the same model at once."""
-    folder, write = WeightFolder(tmp_path), write_extent
-    seen: list[set[str]] = []
-
-    def watched(extent: Extent, source: Tensor) -> None:
-        seen.append(folder.reserve({"a": 40}))
-        write(extent, source)
-        seen.append(folder.reserve({"a": 40}))
-
-    monkeypatch.setattr(disk, "write_extent", watched)
-    folder.write("a", torch.ones(10))
-    assert seen == [{"a"}, {"a"}] and folder.reserve({"a": 40}) == set()
-
-
-def test_only_missing_weights_need_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = WeightFolder(tmp_path)
-    folder.write("a", torch.ones(2 * PAGE))
-    pretend_free(monkeypatch, 4 * PAGE)
-    assert folder.reserve({"a": 8 * PAGE, "b": 4 * PAGE}) == {"b"}
-    with pytest.raises(OSError, match="weights needs"):
-        folder.reserve({"a": 8 * PAGE, "b": 4 * PAGE + 1})
 
 
 def test_keys_differ_where_anything_differs() -> None:
@@ -352,7 +249,8 @@ def asked_for(case: Case, folder: Path) -> list[str]:
         return source(names)
 
     store = WeightFolder(folder / "weights")
-    with Runtime(case.tiny.config, torch.float32, case.policy, case.backend.platform(folder), store) as runtime:
+    platform = replace(case.backend.platform(folder), matrix_layout=layout_of(case.tiny))
+    with Runtime(case.tiny.config, torch.float32, case.policy, platform, store) as runtime:
         told: list[int] = []
         runtime.load(watched, told.append)
         assert sum(told) == runtime.weights.nbytes and len(told) == len(case.tiny.config.shapes())
@@ -367,7 +265,10 @@ def test_a_second_run_does_not_read_what_is_on_disk_already(tiny: Tiny, tmp_path
     assert set(asked_for(case, tmp_path)) == set(case.tiny.config.shapes())
     assert set(asked_for(case, tmp_path)) == set(case.tiny.config.shapes()) - on_disk
     victim = sorted(on_disk)[1]
-    os.truncate(tmp_path / "weights" / f"{victim}.bin", 4)
+    place = weight_places(case.tiny.config, torch.float32, layout_of(case.tiny))[victim]
+    with (tmp_path / "weights" / place.file).open("r+b") as file:
+        file.seek(place.offset + 3)
+        file.write(b"x")
     assert set(asked_for(case, tmp_path)) == set(case.tiny.config.shapes()) - on_disk | {victim}
 
 
@@ -380,9 +281,9 @@ def placed(case: Case) -> dict[str, str]:
 def test_weights_that_vanish_under_a_run_are_an_error_that_names_the_file(tiny: Tiny, tmp_path: Path) -> None:
     case = Case(tiny(), small_block(), H2O(3, 4), Percent(0, 0))
     with opened(case, tmp_path) as runtime:
-        path = tmp_path / "weights" / case.tiny.folder.name / "layers.1.fc1.weight.bin"
+        path = tmp_path / "weights" / case.tiny.folder.name / "layer-1.bin"
         os.truncate(path, 100)
-        with pytest.raises(OSError, match="layers.1.fc1.weight.bin"):
+        with pytest.raises(OSError, match="layer-1.bin"):
             runtime.engine(case.sizes).run(pad(case.prompts()), 3, GreedyTokens(5))
 
 

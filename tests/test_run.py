@@ -229,7 +229,9 @@ def test_a_published_size_runs_on_dummy_weights() -> None:
     argv = "--model facebook/opt-125m --dummy-weights --prompt-len 4 --gen-len 2 --gpu-batch-size 2 --ignore-eos --json"
     report = run(*argv.split(), "--dtype", "bfloat16").report
     assert (report["model"], report["dummy_weights"], report["generated_tokens"]) == ("opt-125m", True, 4)
-    assert report["memory"]["weights_bytes"] == 2 * 125_239_296
+    parameters = 125_239_296
+    padding = report["memory"]["weights_bytes"] - 2 * parameters
+    assert padding in (0, 2 * 32 * 768)  # of the embeddings, to whole panels
 
 
 # --- the report -------------------------------------------------------------------------------------------------

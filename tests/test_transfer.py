@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from placed import (
     Case,
     assert_all_given_back,
     delayed_threads,
+    layout_of,
     opened,
     run_folders,
     small_block,
@@ -32,10 +34,11 @@ from torch import Tensor
 from flexgen_h2o import engine as engine_module
 from flexgen_h2o import transfer as transfer_module
 from flexgen_h2o.engine import Engine
-from flexgen_h2o.extents import Extent
+from flexgen_h2o.extents import PAGE, Extent, whole_pages
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full
+from flexgen_h2o.model_config import Shapes
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import Runtime
@@ -49,6 +52,7 @@ from flexgen_h2o.transfer import (
     Ticket,
     Transfer,
 )
+from flexgen_h2o.weights import storage_shape
 
 Tiny = Callable[..., TinyOpt]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -268,7 +272,7 @@ class Failing(ThreadTransfer):
         self.left = fails_at
         self._links = links
 
-    def submit(self, link: Link, work: Callable[[], None], after: Sequence[Ticket] = ()) -> Ticket:
+    def submit(self, link: Link, work: Callable[[], None], after: Sequence[Ticket] = (), what: object = "") -> Ticket:
         if link in self._links:
             self.left -= 1
         return super().submit(link, fail if self.left == 0 and link in self._links else work, after)
@@ -430,34 +434,34 @@ BLOCK = Block(Policy(2, 2, 4), (8, 5, 3, 2))
 WIDTH, ROWS, UNITS = 8, 4, 2
 
 
-def layer_bytes(tiny_opt: TinyOpt) -> int:
-    config = tiny_opt.config
-    return ITEMSIZE * config.num_hidden_layers * sum(torch.Size(s).numel() for s in config.layer_shapes().values())
-
-
-def outer_bytes(tiny_opt: TinyOpt) -> int:
-    return ITEMSIZE * sum(torch.Size(shape).numel() for shape in tiny_opt.config.outer_shapes().values())
+def stored_bytes(tiny_opt: TinyOpt, shapes: Shapes, unit: int = 1) -> int:
+    """Bytes of parameters in memory; with a unit, each in whole ones."""
+    layout = layout_of(tiny_opt)
+    sizes = [prod(storage_shape(name, shape, torch.float32, layout)) * ITEMSIZE for name, shape in shapes.items()]
+    return sum(-(-size // unit) * unit for size in sizes)
 
 
 @pytest.mark.parametrize(("percent", "link"), [(Percent(0, 100), "h2d"), (Percent(0, 0), "disk_read")], ids=str)
 def test_weights_stream_once_per_token(tiny: Tiny, tmp_path: Path, percent: Percent, link: Link) -> None:
     counted = moved(tiny(), BLOCK, Full(0, 13), percent, tmp_path, TWO_MEMORIES)
-    assert counted.pop(link) == streamed_bytes(tiny())
+    assert counted.pop(link) == streamed_bytes(tiny(), PAGE if link == "disk_read" else 1)
     assert not any(counted.values())
 
 
-def streamed_bytes(tiny_opt: TinyOpt) -> int:
+def streamed_bytes(tiny_opt: TinyOpt, unit: int) -> int:
     """Three layers in two buffers: the first and the last take turns in one, and the second stays in the other."""
     assert tiny_opt.config.num_hidden_layers == 3
-    return outer_bytes(tiny_opt) + (2 * GEN_LEN + 1) * layer_bytes(tiny_opt) // 3
+    config = tiny_opt.config
+    layer = stored_bytes(tiny_opt, config.layer_shapes(), unit)
+    return stored_bytes(tiny_opt, config.outer_shapes(), unit) + (2 * GEN_LEN + 1) * layer
 
 
 def kv_numbers(tiny_opt: TinyOpt, slots: int) -> tuple[int, int, int]:
-    """Bytes of the block's whole KV; of a token's keys and values in all layers; of all scores."""
+    """Bytes of the block's whole KV; of a token's keys and values in all layers; of all scores and losers."""
     config = tiny_opt.config
     entries = config.num_hidden_layers * ROWS * config.num_attention_heads
     entry = 2 * config.head_dim * ITEMSIZE
-    return entries * slots * (entry + 8), entries * entry, entries * slots * 4
+    return entries * (slots * (entry + 8) + 4), entries * entry, entries * (slots * 4 + 4)
 
 
 def test_kv_in_host_memory_is_loaded_whole_and_written_back_as_one_token(tiny: Tiny, tmp_path: Path) -> None:
@@ -472,7 +476,8 @@ def test_kv_in_host_memory_is_loaded_whole_and_written_back_as_one_token(tiny: T
 def test_kv_on_disk_goes_both_ways_whole(tiny: Tiny, tmp_path: Path) -> None:
     slots, steps = 7, GEN_LEN - 1
     counted = moved(tiny(), BLOCK, H2O(3, 4), Percent(100, 0, 0, 0, 100, 0), tmp_path, TWO_MEMORIES)
-    whole, _, _ = kv_numbers(tiny(), slots)
+    units = UNITS * tiny().config.num_hidden_layers
+    whole = units * whole_pages(kv_numbers(tiny(), slots)[0] // units)
     assert counted["disk_read"] == steps * whole
     assert counted["disk_write"] == (1 + steps) * whole
     assert counted["h2d"] == counted["d2h"] == 0

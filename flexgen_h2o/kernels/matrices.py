@@ -6,6 +6,7 @@ because a vector of weights then holds one output's inputs and has to be summed 
 """
 
 from collections.abc import Iterable
+from math import prod
 from typing import Protocol
 
 import torch
@@ -53,6 +54,9 @@ class MatrixLayout(Protocol):
 
     name: str
 
+    def prepare(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+        """Finds out what there is to know of matrices of these shapes; that may take as much memory as the largest."""
+
     def storage_shape(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of the memory that a matrix of a shape takes."""
 
@@ -86,6 +90,9 @@ class PlainLayout:
     """Row-major matrices: on a GPU, and wherever nothing better is known."""
 
     name = "plain"
+
+    def prepare(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+        pass
 
     def storage_shape(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         return shape
@@ -135,6 +142,10 @@ class PanelLayout:
     def __init__(self) -> None:
         self._descriptions: dict[tuple[tuple[int, int], torch.dtype], bytes] = {}
 
+    def prepare(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+        for shape in shapes:
+            self._describe(shape, dtype)
+
     def storage_shape(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         together = 4 // dtype.itemsize
         return (-(-shape[0] // PANEL), -(-shape[1] // (DEPTH * together)) * DEPTH, PANEL, together)
@@ -162,13 +173,14 @@ class PanelLayout:
     def matrix(self, storage: Tensor, shape: tuple[int, int]) -> Matrix:
         if storage.is_meta:
             return PlainMatrix(storage.new_empty(shape))  # shapes are all that matters there
-        return PanelMatrix(storage, shape, onednn.lay_over(storage, shape, self._description(storage, shape)))
+        return PanelMatrix(storage, shape, onednn.lay_over(storage, shape, self._describe(shape, storage.dtype)))
 
-    def _description(self, storage: Tensor, shape: tuple[int, int]) -> bytes:
-        key = (shape, storage.dtype)
+    def _describe(self, shape: tuple[int, int], dtype: torch.dtype) -> bytes:
+        """oneDNN's description of a matrix in panels. It has to pack one of that shape to tell."""
+        key = (shape, dtype)
         if key not in self._descriptions:
-            nbytes, self._descriptions[key] = onednn.describe(shape, storage.dtype)
-            if nbytes != storage.nbytes:
+            nbytes, self._descriptions[key] = onednn.describe(shape, dtype)
+            if nbytes != prod(self.storage_shape(shape, dtype)) * dtype.itemsize:
                 raise RuntimeError(f"oneDNN packs a matrix of shape {list(shape)} in another way than {self.name}")
         return self._descriptions[key]
 

@@ -18,6 +18,7 @@ from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import EvictionRule
 from flexgen_h2o.placement import Tier
+from flexgen_h2o.schedule import LoadCache
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load, start_store
 
@@ -130,7 +131,8 @@ class KVCache:
         working = self._next_working(layer, unit)
         after = [here.stored, *working.free]
         working.buffer.resume(self._padding[unit], here.columns_seen)
-        working.loaded = start_load(self._transfer, self._unit_storage(working, unit), here.place, after)
+        target = self._unit_storage(working, unit, here.buffer is None)
+        working.loaded = start_load(self._transfer, target, here.place, after, LoadCache(layer, unit))
 
     def empty(self, layer: int, unit: int) -> KVBuffer:
         """An empty buffer on the device, for prefill to fill with this unit's KV."""
@@ -193,7 +195,9 @@ class KVCache:
             home.scores.copy_(self._to_host(scores))
             home.losers.copy_(self._to_host(losers))
 
-        here.stored = self._transfer.submit("d2h", repeat, [self._transfer.used(), before])
+        here.stored = self._transfer.submit(
+            "d2h", repeat, [self._transfer.used(), before], f"store layer {layer}, unit {unit}"
+        )
         working.free = [here.stored, self._transfer.used()]
 
     def attend_at_home(
@@ -218,7 +222,9 @@ class KVCache:
             home.append(host_keys, host_values, column)
             self._transfer.copy("h2d", output, decode_attention(host_query, home))
 
-        here.stored = self._transfer.submit("host", attend, [self._transfer.used(), before])
+        here.stored = self._transfer.submit(
+            "host", attend, [self._transfer.used(), before], f"attend layer {layer}, unit {unit}"
+        )
         return output, here.stored
 
     def close(self) -> None:
@@ -232,12 +238,17 @@ class KVCache:
         here = self.units[layer][unit]
         working = self._in_use.pop((layer, unit))
         after = [self._transfer.used(), here.stored]
-        here.stored = start_store(self._transfer, here.place, self._unit_storage(working, unit), after)
+        source = self._unit_storage(working, unit, here.buffer is None)
+        here.stored = start_store(self._transfer, here.place, source, after, _named("store", layer, unit))
         working.free = [here.stored]
 
-    def _unit_storage(self, working: WorkingBuffer, unit: int) -> Tensor:
-        """The part of a working buffer's memory that a unit takes; the last unit may be smaller than the others."""
-        return working.buffer.storage[: self._shapes[unit].nbytes(self._dtype.itemsize)]
+    def _unit_storage(self, working: WorkingBuffer, unit: int, on_disk: bool) -> Tensor:
+        """The part of a working buffer's memory that a unit takes, in whole pages if it lives on disk.
+
+        The last unit may be smaller than the others.
+        """
+        nbytes = self._shapes[unit].nbytes(self._dtype.itemsize)
+        return working.buffer.storage[: whole_pages(nbytes) if on_disk else nbytes]
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._tiers.memory_device("cpu"))
@@ -276,7 +287,7 @@ class KVCache:
         units = []
         for shape, tier, size in zip(self._shapes, homes, sizes, strict=True):
             if tier == "disk":
-                units.append(Unit(tier, extent=next(extents).part(slice(0, size))))
+                units.append(Unit(tier, extent=next(extents)))
             else:
                 storage, pieces[tier] = pieces[tier][:size], pieces[tier][size:]
                 units.append(Unit(tier, KVBuffer(shape, self.rule, self._dtype, storage)))
@@ -284,10 +295,15 @@ class KVCache:
 
     def _make_working(self) -> WorkingBuffer:
         largest = max(self._shapes, key=lambda shape: shape.rows)
-        storage = self._allocate("gpu", largest.nbytes(self._dtype.itemsize), WORKING_LINE)
+        storage = self._allocate("gpu", whole_pages(largest.nbytes(self._dtype.itemsize)), WORKING_LINE)
         return WorkingBuffer(KVBuffer(largest, self.rule, self._dtype, storage))
 
     def _allocate(self, tier: Tier, nbytes: int, line: str) -> Tensor:
         stored = self._tiers.allocate(tier, line, (nbytes,), torch.uint8, line, pin=True)
         self._allocated.append((stored, line))
         return stored.resident(frozenset((tier,)))
+
+
+def _named(work: str, layer: int, unit: int) -> str:
+    """Work on a unit, as a trace names it."""
+    return f"{work} layer {layer}, unit {unit}"

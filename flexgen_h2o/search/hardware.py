@@ -17,6 +17,7 @@ DEVICES = ("cpu", "cuda")
 TIERS = ("gpu", "cpu", "disk")
 VERSION = 1
 COMPARABLE = ("machine", "versions", "git_commit", "settings")  # of two environments, if alike
+ROOT = Path(__file__).parent.parent.parent
 AGREEMENT = 0.01  # between numbers of a file that say the same thing
 
 
@@ -202,6 +203,34 @@ class Hardware:
 def slug(text: str) -> str:
     """A text as part of a file name: small letters, digits and single hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "machine"
+
+
+def default_name(machine: Mapping[str, Any], device: str) -> str:
+    """A machine's name from what records.environment() says of it, such as "amd-epyc-2-cores"."""
+    processor = machine["gpu"] if device == "cuda" else machine["cpu"]
+    return slug(f"{processor} {machine['cores']} cores")
+
+
+def default_folder() -> Path:
+    """Where hardware files go: in the source tree that this is run from; else in the current folder."""
+    root = ROOT if (ROOT / "setup.py").exists() else Path()
+    return root / "policies" / "hardware"
+
+
+def find_hardware(choice: str, name: str) -> Hardware | None:
+    """The machine that a run is held against.
+
+    Args:
+        choice: "auto" for the file of this machine, if there is one; the name of a file in the default folder; or a
+            path.
+        name: of this machine.
+    Raises UsageError if what is asked for is not there.
+    """
+    if choice == "auto":
+        path = default_folder() / f"{name}.json"
+        return read_hardware(path) if path.exists() else None
+    known = default_folder() / f"{choice}.json"
+    return read_hardware(known if known.exists() else Path(choice))
 
 
 def read_hardware(path: Path) -> Hardware:

@@ -1,0 +1,1 @@
+"""Measuring this engine beside others that do the same job."""

@@ -1,0 +1,137 @@
+"""How fast a phase could be: its counted work over rates that were measured alone.
+
+The limit is the largest, over devices and links, of bytes or FLOPs over the rate. On one device products and attention
+add, and so does the processor time that a disk costs.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.model_config import ModelConfig, is_matrix
+from flexgen_h2o.search.hardware import Hardware
+
+
+@dataclass
+class PhaseWork:
+    """What prefill or decode has computed and moved, counted, and how long it took, measured.
+
+    Attributes:
+        gemm_flops: FLOPs of products by their rows.
+        kv_bytes: keys and values that decode attention has read.
+        moved: bytes by link.
+        busy_s: seconds by lane.
+    """
+
+    gemm_flops: Counter[int] = field(default_factory=Counter)
+    kv_bytes: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
+    busy_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: "PhaseWork") -> None:
+        """Adds the work of another block."""
+        self.gemm_flops.update(other.gemm_flops)
+        self.kv_bytes += other.kv_bytes
+        self.moved.update(other.moved)
+        for lane, seconds in other.busy_s.items():
+            self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
+
+
+def prefill_flops(config: ModelConfig, unit_rows: Iterable[int], width: int) -> Counter[int]:
+    """FLOPs of prefill by the rows of its products, for sub-batches of prompts padded to `width` columns.
+
+    A product of [rows, in] and [in, out] is 2 rows in out; attention of n columns to all before them is half of
+    2 * 2 n^2 hidden_size per layer and sequence. After the last layer's attention only one token a row goes on.
+    """
+    flops: Counter[int] = Counter()
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    for rows in unit_rows:
+        tokens = rows * width
+        flops[tokens] += 2 * tokens * (_layer_elements(config) * (layers - 1) + 3 * hidden**2)
+        flops[tokens] += layers * 2 * rows * width**2 * hidden
+        flops[rows] += 2 * rows * (_layer_elements(config) - 3 * hidden**2 + _head_elements(config))
+    return flops
+
+
+def decode_flops(config: ModelConfig, group_rows: Iterable[int]) -> Counter[int]:
+    """FLOPs of the products of one decode step, by their rows."""
+    flops: Counter[int] = Counter()
+    for rows in group_rows:
+        flops[rows] += 2 * rows * (_layer_elements(config) * config.num_hidden_layers + _head_elements(config))
+    return flops
+
+
+def decode_kv_bytes(config: ModelConfig, rows: int, live_slots: int, itemsize: int) -> int:
+    """Bytes of keys and values that attention reads in one decode step."""
+    return 2 * config.num_hidden_layers * rows * live_slots * config.hidden_size * itemsize
+
+
+def resource_seconds(work: PhaseWork, hardware: Hardware, dtype: str, head_dim: int) -> dict[str, float]:
+    """What each resource would take for the work at the rate measured alone.
+
+    Raises UsageError if the hardware file lacks a rate.
+    """
+    seconds = {"compute": sum(flops / hardware.gemm_flops(dtype, rows) for rows, flops in work.gemm_flops.items())}
+    if work.kv_bytes:
+        seconds["compute"] += work.kv_bytes / hardware.attention_bytes_s(dtype, head_dim)
+    disk = {
+        "disk_read": (hardware.disk_read_bytes_s, hardware.disk_read_cpu_s_per_byte),
+        "disk_write": (hardware.disk_write_bytes_s, hardware.disk_write_cpu_s_per_byte),
+    }
+    for link, (rate, processor) in disk.items():
+        if work.moved[link]:
+            seconds[link] = work.moved[link] / rate()
+            if hardware.device == "cpu":
+                seconds["compute"] += work.moved[link] * processor() / hardware.cores
+    for link in ("h2d", "d2h"):
+        if work.moved[link] and hardware.device != "cpu":
+            seconds[link] = work.moved[link] / hardware.link_bytes_s(link, pinned=True)
+    return seconds
+
+
+def limit_of(
+    work: PhaseWork, hardware: Hardware | None, dtype: str, head_dim: int
+) -> tuple[float | None, str | None, str | None]:
+    """Limit of a phase in seconds and the resource that sets it; or neither, and why."""
+    if hardware is None:
+        return None, None, "no hardware file: python -m flexgen_h2o.profile_hardware makes one"
+    try:
+        seconds = resource_seconds(work, hardware, dtype, head_dim)
+    except UsageError as error:
+        return None, None, str(error)
+    binding = max(seconds, key=lambda resource: seconds[resource])
+    return seconds[binding], binding, None
+
+
+def live_slots(heavy: int, recent: int, columns_seen: int) -> int:
+    """Slots that hold something once a row without padding has taken in so many columns."""
+    return min(recent, columns_seen) + min(heavy, max(0, columns_seen - recent))
+
+
+def decode_work(
+    config: ModelConfig, group_rows: Sequence[int], slots: tuple[int, int], columns: Iterable[int], itemsize: int
+) -> PhaseWork:
+    """What decode steps compute.
+
+    Args:
+        group_rows: rows of each group.
+        slots: heavy and recent.
+        columns: how many columns have entered the cache at each step.
+    """
+    work = PhaseWork()
+    for seen in columns:
+        work.gemm_flops.update(decode_flops(config, group_rows))
+        work.kv_bytes += decode_kv_bytes(config, sum(group_rows), live_slots(*slots, seen), itemsize)
+    return work
+
+
+def _layer_elements(config: ModelConfig) -> int:
+    return sum(prod(shape) for name, shape in config.layer_shapes().items() if is_matrix(name))
+
+
+def _head_elements(config: ModelConfig) -> int:
+    """Elements that the choice of a token multiplies with."""
+    projected = config.hidden_size * config.word_embed_proj_dim if config.has_embedding_projection else 0
+    return config.vocab_size * config.word_embed_proj_dim + projected
