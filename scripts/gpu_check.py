@@ -1,5 +1,6 @@
 """Tests and measures what only a GPU decides; scripts/gpu_check.sh runs it.
 
+profile       rates of the GPU, its links, memory and disk (profile_hardware --quick)
 correctness   float16 on CUDA against float32 on the CPU, tiny models, every home (tests/test_cuda.py)
 resident      opt-6.7b shape, all on the GPU: full cache and H2O 20 %
 offload       opt-30b shape, weights in host memory, 16 GB of GPU: full cache and H2O 20 %, 8 tokens
@@ -9,7 +10,9 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,18 @@ def correctness() -> dict[str, Any]:
     return {"command": " ".join(command[1:]), "passed": passed, "summary": summary}
 
 
+def profile() -> dict[str, Any]:
+    """The machine's rates, as a hardware file has them."""
+    words = ["-m", "flexgen_h2o.profile_hardware", "--device", "cuda", "--quick", "--json"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *words, "--output", str(Path(folder) / "gpu.json")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        print(f"profile failed: {done.stderr[-500:]}", flush=True)
+        return {"command": " ".join(words), "passed": False, "summary": done.stderr[-2000:]}
+    return {"command": " ".join(words), "passed": True, "hardware": json.loads(done.stdout.strip().split("\n")[-1])}
+
+
 def measure(part: str, extra: list[str]) -> dict[str, Any]:
     """One run of the command for each eviction policy; their reports."""
     reports = {}
@@ -57,9 +72,13 @@ def measure(part: str, extra: list[str]) -> dict[str, Any]:
     return reports
 
 
+TESTS: dict[str, Callable[[], dict[str, Any]]] = {"profile": profile, "correctness": correctness}
+PARTS = [*TESTS, *RUNS]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["correctness", *RUNS], action="append", help="default: all")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument(
         "--extra", default="", help="more flags for the measured runs, in one string: a smaller model, say"
@@ -69,9 +88,9 @@ def main() -> int:
         print("error: torch finds no GPU here, and this script checks what only a GPU decides", file=sys.stderr)
         return 2
     failed = False
-    for part in args.part or ["correctness", *RUNS]:
+    for part in args.part or PARTS:
         started = time.perf_counter()
-        result = correctness() if part == "correctness" else measure(part, args.extra.split())
+        result = TESTS[part]() if part in TESTS else measure(part, args.extra.split())
         seconds = time.perf_counter() - started
         append_record(args.output, {"name": f"gpu check: {part}", "seconds": seconds, "result": result})
         reports = [report for report in result.values() if isinstance(report, dict)]

@@ -13,13 +13,19 @@ from pathlib import Path
 import pytest
 from commands import ROOT, environment
 
-from flexgen_h2o import evaluate, run_options
+from flexgen_h2o import evaluate, profile_hardware, run_options
+from flexgen_h2o.bench import __main__ as bench
 from flexgen_h2o.errors import UsageError
 
 PACKAGE = ROOT / "flexgen_h2o"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 README = ROOT / "README.md"
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+PARSERS = {
+    "flexgen_h2o.evaluate": evaluate.build_parser,
+    "flexgen_h2o.profile_hardware": profile_hardware.build_parser,
+    "flexgen_h2o.bench": bench.build_parser,
+}
 COMMANDS = {"run", "run_options", "policy_search", "profile_hardware", "evaluate", "convert"}
 
 
@@ -168,8 +174,8 @@ def test_commands_of_the_readme_are_accepted(command: str, tmp_path: Path, monke
         if "--output" in argv:
             Path(argv[argv.index("--output") + 1]).parent.mkdir(parents=True, exist_ok=True)
         run_options.read_flags(argv)
-    elif module == "flexgen_h2o.evaluate":
-        evaluate.build_parser().parse_args(argv)
+    elif module in PARSERS:
+        PARSERS[module]().parse_args(argv)
     else:
         assert f"{module}.__main__" in MODULES and argv == []
 

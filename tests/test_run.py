@@ -11,7 +11,7 @@ from tiny_models import make_tiny_opt, save_tiny_opt
 
 LAYERS, HEADS, HEAD_DIM, PARAMETERS = 4, 8, 32, 4_339_712  # of the demo model
 
-PHASE = {"seconds", "limit_s", "busy_s"}
+PHASE = {"seconds", "limit_s", "busy_s", "binds", "no_limit"}
 REPORT: dict[str, set[str]] = {
     "eviction": {"name", "heavy_slots", "recent_slots", "evictions"},
     "memory": {
@@ -47,7 +47,13 @@ REPORT_KEYS = [
     "predicted",
     "measured",
 ]
-ADDED_KEYS = ["dtype", "device", "dummy_weights"]  # beyond the contract: without them two reports cannot be told apart
+# Beyond the contract: without them two reports cannot be told apart.
+ADDED_KEYS = ["dtype", "device", "dummy_weights", "kernels"]
+    "dtype",
+    "device",
+    "dummy_weights",
+    "kernels",
+]  # beyond the contract: without them two reports cannot be told apart
 
 
 @pytest.fixture(scope="module")

@@ -60,8 +60,6 @@ LATER_FLAGS = {
     "--compress-cache": [],
     "--ring-16bit": [],
     "--policy": ["auto"],
-    "--hardware": ["t4"],
-    "--trace": [],
 }
 
 

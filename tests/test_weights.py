@@ -368,7 +368,7 @@ def test_loading_needs_the_placed_bytes_and_one_tensor(big_checkpoint: Path, dty
     checked, peak, placed = map(int, child.stdout.split())
     config = from_folder(big_checkpoint)
     largest = 4 * max(torch.Size(shape).numel() for shape in config.shapes().values())
-    slack = 12 * 2**20
+    slack = 16 * 2**20  # libraries that are loaded at the first product among it
     assert placed == weight_bytes(config, getattr(torch, dtype), PanelLayout())
     assert checked < slack  # checking reads no tensors
     assert peak <= placed + largest + slack

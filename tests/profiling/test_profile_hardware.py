@@ -15,6 +15,7 @@ from commands import call
 from flexgen_h2o import profile_hardware
 from flexgen_h2o.profiling import disk, settings
 from flexgen_h2o.profiling.disk import Disk
+from flexgen_h2o.search import hardware
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
 from flexgen_h2o.search.hardware_summary import summary
 
@@ -153,7 +154,7 @@ def test_mistakes_are_sentences(
 
 
 def test_without_a_name_for_it_the_file_goes_among_the_policies(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_hardware, "ROOT", scene)
+    monkeypatch.setattr(hardware, "ROOT", scene)
     monkeypatch.chdir(scene)
     finished = call(profile_hardware, ["--name", "My Box", "--folder", str(scene / "disk")])
     path = scene / "policies" / "hardware" / "my-box.json"

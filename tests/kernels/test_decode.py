@@ -1,0 +1,551 @@
+"""Decode attention and the entry of a token: the native library beside float64 and beside torch's operations."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ROOT, environment
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexgen_h2o.kernels import decode, native
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HEAD_DIMS = [1, 3, 8, 16, 20, 24, 32, 48, 64, 80, 96, 128, 144, 256]
+WIDTHS = {"portable": 1, "AVX2": 8, "AVX-512": 16}
+EPSILON = 2.0**-23  # float32's
+# Half of the distance between neighbours: relative to a normal number, and in absolute terms for subnormal ones.
+ROUNDING = {torch.float32: (2.0**-24, 0.0), torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 0.0)}
+
+needs_library = pytest.mark.skipif(native.library() is None, reason="the native library was not compiled")
+
+
+def paths(head_dim: int) -> list[str]:
+    """Instruction sets that this processor has and that fit a head size."""
+    best = native.best_path(256)
+    known = native.PATHS[: native.PATHS.index(best) + 1] if best is not None else ()
+    return [path for path in known if head_dim % WIDTHS[path] == 0]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Arguments of attend_with_torch()."""
+
+    query: Tensor
+    heavy_keys: Tensor
+    heavy_values: Tensor
+    ring_keys: Tensor
+    ring_values: Tensor
+    scores: Tensor
+    losers: Tensor
+    heavy_len: int
+    ring_len: int
+    accumulates: bool = True
+    decay: float = 1.0
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        return tuple(vars(self).values())
+
+    def copy(self) -> Unit:
+        return Unit(*(value.clone() if isinstance(value, Tensor) else value for value in self.arguments))
+
+    def live(self, slots: Tensor) -> Tensor:
+        """The live ones of [rows, heads, slots], heavy first."""
+        heavy = self.heavy_keys.shape[2]
+        return torch.cat((slots[..., : self.heavy_len], slots[..., heavy : heavy + self.ring_len]), dim=-1)
+
+
+def make_unit(
+    head_dim: int,
+    dtype: torch.dtype,
+    query_dtype: torch.dtype | None = None,
+    rows: int = 2,
+    heads: int = 3,
+    heavy: tuple[int, int] = (9, 7),
+    ring: tuple[int, int] = (13, 13),
+    empty: float = 0.2,
+    seed: int = 0,
+) -> Unit:
+    """A random unit; `heavy` and `ring` are (slots, live ones).
+
+    Args:
+        empty: share of live slots that are empty; the last live ring slot, the current token's, never is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(rows, heads, *shape, generator=generator)
+
+    scores = torch.full((rows, heads, heavy[0] + ring[0]), -math.inf)
+    random = torch.rand(scores.shape, generator=generator)
+    is_live = torch.zeros(scores.shape, dtype=torch.bool)
+    is_live[..., : heavy[1]] = is_live[..., heavy[0] : heavy[0] + ring[1]] = True
+    is_live &= torch.rand(scores.shape, generator=generator) >= empty
+    is_live[..., heavy[0] + ring[1] - 1] = True
+    return Unit(
+        (normal(1, head_dim) * head_dim**-0.5).to(query_dtype or dtype),
+        *(normal(slots, head_dim).to(dtype) for slots in (heavy[0], heavy[0], ring[0], ring[0])),
+        scores=torch.where(is_live, random, scores),
+        losers=torch.full((rows, heads), 77, dtype=torch.int32),
+        heavy_len=heavy[1],
+        ring_len=ring[1],
+    )
+
+
+def attend(path: str, unit: Unit, threads: int = 1) -> Tensor:
+    """The native library, on the instruction set of that name."""
+    library = native.library()
+    assert library is not None
+    output = torch.empty_like(unit.query)
+    described = decode.describe(*unit.arguments[:7], output)
+    described.heavy_len, described.ring_len = unit.heavy_len, unit.ring_len
+    described.accumulates, described.decay = unit.accumulates, unit.decay
+    described.threads, described.path = threads, native.PATHS.index(path)
+    library.flexgen_h2o_decode_attention(ctypes.byref(described))
+    return output
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Attention in float64, and how far float32 arithmetic may be from it."""
+
+    output: Tensor
+    weights: Tensor  # [rows, heads, live slots]
+    scores: Tensor  # live ones
+    output_bound: Tensor
+    weights_bound: Tensor
+
+
+def attend_exactly(unit: Unit) -> Exact:
+    """The definition, in float64.
+
+    Bounds, with epsilon = 2^-23: a logit is a sum of head_dim products, each addition of which is wrong by at most
+    epsilon / 2 of the sum of magnitudes; e^x turns that into a relative error. The sums of weights and values have as
+    many terms as there are slots; exp and the division are within 4 epsilon. A product that float32 flushes to 0 (e^x
+    below e^-87) is below 2^-125.
+    """
+    regions = ((unit.heavy_keys, unit.heavy_len), (unit.ring_keys, unit.ring_len))
+    keys = torch.cat([region[:, :, :length].double() for region, length in regions], dim=2)
+    regions = ((unit.heavy_values, unit.heavy_len), (unit.ring_values, unit.ring_len))
+    values = torch.cat([region[:, :, :length].double() for region, length in regions], dim=2)
+    query, scores = unit.query.double(), unit.live(unit.scores).double()
+    is_empty = scores == -math.inf
+    logits = (keys * query).sum(-1)
+    logits[is_empty] = -math.inf
+    powers = (logits - logits.amax(-1, keepdim=True)).exp()
+    weights = powers / powers.sum(-1, keepdim=True)
+    added = torch.where(is_empty, scores, unit.decay * scores + weights) if unit.accumulates else scores
+    output = (weights[..., None] * values).sum(2, keepdim=True)
+    head_dim, slots = keys.shape[3], keys.shape[2]
+    logit_error = head_dim * EPSILON * (keys * query).abs().sum(-1).amax(-1, keepdim=True)
+    relative = 2 * logit_error + (slots + 8) * EPSILON
+    magnitude = (weights[..., None] * values.abs()).sum(2, keepdim=True)
+    share, least = ROUNDING[unit.query.dtype]
+    output_bound = relative[..., None] * magnitude * (1 + share) + share * output.abs() + least + 2.0**-100
+    return Exact(output, weights, added, output_bound, relative * weights + 2.0**-125)
+
+
+def check_against_float64(unit: Unit, call: Callable[[Unit], Tensor]) -> None:
+    """Calls, and compares output, scores and losers."""
+    exact = attend_exactly(unit)
+    ran = unit.copy()
+    output = call(ran)
+    assert output.dtype == unit.query.dtype and output.shape == unit.query.shape
+    assert bool(((output.double() - exact.output).abs() <= exact.output_bound).all())
+    scores = ran.live(ran.scores).double()
+    assert bool((scores.isneginf() == exact.scores.isneginf()).all())
+    finite = exact.scores.isfinite()
+    assert bool((scores[~finite] == exact.scores[~finite]).all())
+    bound = exact.weights_bound + exact.scores.abs() * 2 * EPSILON
+    assert bool(((scores - exact.scores).abs() <= bound)[finite].all())
+    if unit.heavy_keys.shape[2]:
+        assert ran.losers.tolist() == [[lowest(head, unit.heavy_keys.shape[2]) for head in row] for row in ran.scores]
+
+
+def lowest(scores: Tensor, heavy: int) -> int:
+    """The heavy slot with the lowest of [slots] scores, the lower one of equals, by hand."""
+    loser = 0
+    for slot in range(heavy):
+        if scores[slot] < scores[loser]:
+            loser = slot
+    return loser
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_instruction_set_is_within_rounding_of_float64(head_dim: int, dtype: torch.dtype) -> None:
+    for query_dtype in {torch.float32, dtype}:
+        for seed, (heavy, ring) in enumerate([((9, 7), (13, 13)), ((33, 33), (70, 37)), ((0, 0), (5, 5))]):
+            unit = make_unit(head_dim, dtype, query_dtype, heavy=heavy, ring=ring, seed=seed)
+            for path in paths(head_dim):
+                check_against_float64(unit, lambda ran, path=path: attend(path, ran))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torchs_operations_are_within_rounding_of_float64(dtype: torch.dtype) -> None:
+    """In float32; in half precision torch rounds logits and weights on the way."""
+    unit = make_unit(24, dtype, heavy=(33, 33), ring=(70, 37))
+    if dtype == torch.float32:
+        check_against_float64(unit, lambda ran: decode.attend_with_torch(*ran.arguments))
+    else:
+        exact, ran = attend_exactly(unit), unit.copy()
+        step = 2.0**-9 if dtype == torch.bfloat16 else 2.0**-12
+        torch.testing.assert_close(
+            decode.attend_with_torch(*ran.arguments).double(), exact.output, rtol=8 * step, atol=8 * step
+        )
+        torch.testing.assert_close(ran.live(ran.scores).double(), exact.scores, rtol=8 * step, atol=8 * step)
+
+
+sizes = st.integers(0, 40).flatmap(lambda slots: st.tuples(st.just(slots), st.integers(0, slots)))
+ring_sizes = st.integers(1, 40).flatmap(lambda slots: st.tuples(st.just(slots), st.integers(1, slots)))
+
+
+@needs_library
+@given(
+    head_dim=st.sampled_from(HEAD_DIMS),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 4),
+    heavy=sizes,
+    ring=ring_sizes,
+    empty=st.sampled_from([0.0, 0.3, 1.0]),
+    accumulates=st.booleans(),
+    decay=st.sampled_from([1.0, 0.5, 0.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_filling(
+    head_dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    heavy: tuple[int, int],
+    ring: tuple[int, int],
+    empty: float,
+    accumulates: bool,
+    decay: float,
+    seed: int,
+) -> None:
+    """Within rounding of float64 on every instruction set; in float32 within 1e-5 of torch's operations too."""
+    unit = make_unit(head_dim, dtype, None, rows, heads, heavy, ring, empty, seed)
+    unit = replace(unit, accumulates=accumulates, decay=decay)
+    for path in paths(head_dim):
+        check_against_float64(unit, lambda ran, path=path: attend(path, ran))
+        if dtype == torch.float32:
+            ours, theirs = unit.copy(), unit.copy()
+            output = attend(path, ours)
+            torch.testing.assert_close(output, decode.attend_with_torch(*theirs.arguments), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-5, atol=1e-5)
+
+
+@needs_library
+@pytest.mark.parametrize("heavy", [1, 2, 15, 16, 17, 40])
+def test_of_equal_scores_the_lower_slot_loses(heavy: int) -> None:
+    for path in paths(16):
+        for slot in range(heavy):
+            unit = replace(make_unit(16, torch.float32, heavy=(heavy, heavy), empty=0.0), accumulates=False)
+            unit.scores[..., :heavy] += 1.0
+            unit.scores[..., slot:heavy:3] = 0.5
+            for low in (0.5, -math.inf):
+                unit.scores[..., slot:heavy:3] = low
+                attend(path, unit)
+                assert bool((unit.losers == slot).all()), (path, slot, low)
+
+
+@needs_library
+def test_sinks_stay_and_lose_last() -> None:
+    unit = replace(make_unit(16, torch.float32, heavy=(20, 20), empty=0.0), accumulates=False)
+    unit.scores[..., :20] = math.inf
+    for path in paths(16):
+        check_against_float64(unit, lambda ran, path=path: attend(path, ran))
+        attend(path, unit)
+        assert bool((unit.losers == 0).all())
+    unit.scores[..., 19] = 3.0
+    for path in paths(16):
+        check_against_float64(unit, lambda ran, path=path: attend(path, ran))
+        attend(path, unit)
+        assert bool((unit.losers == 19).all())
+    accumulating = replace(unit, accumulates=True, decay=0.5)
+    for path in paths(16):
+        check_against_float64(accumulating, lambda ran, path=path: attend(path, ran))
+
+
+@needs_library
+@pytest.mark.parametrize("slots", [1, 5, 16, 33])
+def test_a_head_without_entries_has_no_output_either_way(slots: int) -> None:
+    unit = make_unit(16, torch.float32, heavy=(4, 0), ring=(slots, slots))
+    unit.scores.fill_(-math.inf)
+    assert bool(decode.attend_with_torch(*unit.copy().arguments).isnan().all())
+    for path in paths(16):
+        ran = unit.copy()
+        assert bool(attend(path, ran).isnan().all()), path
+        assert bool(ran.scores.isneginf().all())
+
+
+def spread(shape: tuple[int, ...], dtype: torch.dtype, canary: int) -> tuple[Tensor, Tensor]:
+    """A tensor in the middle of a larger piece of memory, and that memory as bytes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = torch.full((nbytes + 512,), canary, dtype=torch.uint8)
+    return memory[256 : 256 + nbytes].view(dtype).view(shape), memory
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [3, 24, 80])
+def test_nothing_else_is_read_or_written(head_dim: int, dtype: torch.dtype) -> None:
+    plain = make_unit(head_dim, dtype, heavy=(21, 6), ring=(19, 18))
+    names = [name for name, value in vars(plain).items() if isinstance(value, Tensor)]
+    for path in paths(head_dim):
+        expected = plain.copy()
+        output = attend(path, expected)
+        # 0xff: not a number in every precision, and a slot that there is not.
+        memories = {name: spread(tuple(getattr(plain, name).shape), getattr(plain, name).dtype, 0xFF) for name in names}
+        unit = replace(plain, **{name: tensor for name, (tensor, _) in memories.items()})
+        for name in names:
+            live = {"heavy": 6, "ring": 18}.get(name.split("_")[0], getattr(plain, name).shape[-2])
+            getattr(unit, name)[..., :live, :] = getattr(plain, name)[..., :live, :]
+        before = {name: memory.clone() for name, (_, memory) in memories.items()}
+        assert torch.equal(attend(path, unit), output)
+        assert torch.equal(unit.scores, expected.scores) and torch.equal(unit.losers, expected.losers)
+        assert torch.equal(unit.scores[..., 6:21], plain.scores[..., 6:21])
+        for name, (tensor, memory) in memories.items():
+            inside = slice(256, 256 + tensor.nbytes) if name in ("scores", "losers") else slice(0)
+            memory[inside] = before[name][inside] = 0
+            assert torch.equal(memory, before[name]), name
+
+
+@needs_library
+def test_the_number_of_threads_changes_nothing() -> None:
+    unit = make_unit(80, torch.float16, rows=3, heads=7, heavy=(40, 40), ring=(50, 50))
+    for path in paths(80):
+        results = []
+        for threads in (1, 1, 2, 3, 5):
+            ran = unit.copy()
+            results.append((attend(path, ran, threads), ran.scores, ran.losers))
+        for result in results[1:]:
+            assert all(map(torch.equal, result, results[0]))
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    """All numbers of a 16-bit type, ascending but for the sign: [256, 1, 1, 256]."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    return torch.where(numbers.isnan(), 0.0, numbers).view(256, 1, 1, 256)
+
+
+def unit_of_values(values: Tensor, query_dtype: torch.dtype) -> Unit:
+    """A unit whose ring holds [rows, 1, slots, head_dim] values, each with the same weight."""
+    rows, _, slots, head_dim = values.shape
+    nothing = torch.empty(rows, 1, 0, head_dim, dtype=values.dtype)
+    query = torch.zeros(rows, 1, 1, head_dim, dtype=query_dtype)
+    keys, losers = torch.randn(values.shape).to(values.dtype), torch.zeros(rows, 1, dtype=torch.int32)
+    return Unit(query, nothing, nothing, keys, values, torch.zeros(rows, 1, slots), losers, 0, slots)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_every_number_of_half_precision_comes_through_as_it_is(dtype: torch.dtype) -> None:
+    """Infinities and subnormal numbers too."""
+    values = every_number(dtype)
+    for path in paths(256):
+        for query_dtype in (torch.float32, dtype):
+            output = attend(path, unit_of_values(values, query_dtype))
+            assert torch.equal(output.double(), values.double()), path
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_half_way_between_neighbours_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    """Ties to even; half way from the largest number to what would follow is infinite."""
+    numbers = every_number(dtype)
+    following = numbers.flatten().roll(-1).view(numbers.shape)
+    values = torch.cat((numbers, following), dim=2)
+    # Two of the largest of bfloat16 do not fit float32 together.
+    values = torch.where(values.double().abs().amax(2, keepdim=True) < 1e38, values, 0.0)
+    if dtype == torch.float16:
+        values[0, 0, :, 0] = torch.tensor([65504.0, math.inf]).to(dtype)
+    values = torch.where(values.sum(2, keepdim=True).isnan(), 0.0, values).to(dtype)
+    expected = values.double().mean(2, keepdim=True).float().to(dtype)
+    for path in paths(256):
+        assert torch.equal(attend(path, unit_of_values(values, dtype)), expected), path
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e4])
+def test_half_precision_is_one_step_from_the_rounded_float64(dtype: torch.dtype, scale: float) -> None:
+    """Values of one sign, whose sum is as exact as its terms; at 1e-6 they are subnormal in float16."""
+    unit = make_unit(64, dtype, rows=4, heavy=(60, 60), ring=(70, 70))
+    for values in (unit.heavy_values, unit.ring_values):
+        values.copy_(values.float().abs().mul(scale))
+    expected = attend_exactly(unit).output.to(dtype).view(torch.int16).int()
+    for path in paths(64):
+        steps = attend(path, unit.copy()).view(torch.int16).int() - expected
+        assert int(steps.abs().max()) <= 1
+
+
+@needs_library
+def test_logits_that_overflow_are_not_a_number_either_way() -> None:
+    unit = make_unit(16, torch.float32, empty=0.0)
+    unit.query.fill_(1e30)
+    unit.ring_keys[:, :, 2] = 1e30
+    assert bool(decode.attend_with_torch(*unit.copy().arguments).isnan().all())
+    for path in paths(16):
+        assert bool(attend(path, unit.copy()).isnan().all())
+
+
+def test_very_small_weights_are_zero() -> None:
+    """Logits 200 apart: e^-200 is below every float32."""
+    unit = make_unit(16, torch.float32, heavy=(0, 0), ring=(40, 40), empty=0.0)
+    unit.query.fill_(1.0)
+    unit.ring_keys.copy_(-200 / 16 * torch.arange(40.0)[:, None])
+    calls: list[Callable[[Unit], Tensor]] = [lambda ran: decode.attend_with_torch(*ran.arguments)]
+    for path in paths(16):
+        calls.append(lambda ran, path=path: attend(path, ran))
+    for call in calls:
+        ran = unit.copy()
+        torch.testing.assert_close(call(ran), unit.ring_values[:, :, :1], rtol=1e-6, atol=1e-6)
+        assert torch.equal(ran.scores[..., 1:], unit.scores[..., 1:])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What enter_token() writes: keys, values, scores, columns; and the losers."""
+
+    tensors: list[Tensor]
+    losers: Tensor
+
+    @staticmethod
+    def empty(rows: int, heads: int, head_dim: int, heavy: int, ring: int, dtype: torch.dtype) -> Stored:
+        shapes = [(rows, heads, slots, head_dim) for slots in (heavy, heavy, ring, ring)]
+        state = (rows, heads, heavy + ring)
+        tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        tensors += [torch.full(state, -math.inf), torch.full(state, -1, dtype=torch.int32)]
+        return Stored(tensors, torch.zeros(rows, heads, dtype=torch.int32))
+
+    def copy(self) -> Stored:
+        return Stored([tensor.clone() for tensor in self.tensors], self.losers.clone())
+
+
+@needs_library
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.sampled_from([1, 3, 16, 20]),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    heavy=st.integers(0, 6),
+    ring=st.integers(1, 5),
+    steps=st.integers(1, 20),
+    accumulates=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**31),
+)
+def test_tokens_enter_as_with_torch_bit_for_bit(
+    dtype: torch.dtype,
+    head_dim: int,
+    rows: int,
+    heads: int,
+    heavy: int,
+    ring: int,
+    steps: int,
+    accumulates: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    """From the first token on, past a full ring; some rows begin with pads, scores are few and often equal."""
+    generator = torch.Generator().manual_seed(seed)
+    ours = Stored.empty(rows, heads, head_dim, heavy, ring, dtype)
+    theirs = ours.copy()
+    pads = torch.randint(0, 4, (rows,), generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for column in range(steps):
+            keys, values = torch.randn(2, rows, heads, 1, head_dim, generator=generator).to(dtype)
+            initial = torch.where(column < pads, -math.inf, float(column % 2))
+            entry = (keys, values, initial, column)
+            decode.enter_natively(*ours.tensors, ours.losers, *entry)
+            decode.enter_with_torch(*theirs.tensors, theirs.losers, *entry)
+            for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+                assert torch.equal(mine, other)
+            for stored in (ours, theirs):
+                scores = stored.tensors[4]
+                if accumulates:
+                    added = torch.randint(0, 3, scores.shape, generator=torch.Generator().manual_seed(seed + column))
+                    scores += added
+                if heavy:
+                    stored.losers.copy_(scores[..., :heavy].min(dim=-1).indices)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_library
+def test_an_entry_that_leaves_with_an_equal_score_is_dropped() -> None:
+    ours = Stored.empty(1, 1, 4, 2, 2, torch.float32)
+    for column in range(6):
+        decode.enter_natively(
+            *ours.tensors, ours.losers, *torch.full((2, 1, 1, 1, 4), float(column)), torch.zeros(1), column
+        )
+        ours.losers.copy_(ours.tensors[4][..., :2].min(dim=-1).indices)
+    # 0 and 1 went to the free slots; 2 and 3 have the same score as those and went nowhere.
+    assert ours.tensors[5].tolist() == [[[0, 1, 4, 5]]]
+    assert ours.tensors[0][0, 0, :, 0].tolist() == [0.0, 1.0]
+    assert ours.tensors[3][0, 0, :, 0].tolist() == [4.0, 5.0]
+
+
+@needs_library
+def test_torch_dispatches_to_the_library() -> None:
+    unit = make_unit(80, torch.bfloat16)
+    ours, theirs = unit.copy(), unit.copy()
+    output = torch.ops.flexgen_h2o.decode_attention(*ours.arguments)
+    assert torch.equal(output, decode.attend_natively(*theirs.arguments))
+    assert torch.equal(ours.scores, theirs.scores) and torch.equal(ours.losers, theirs.losers)
+    assert decode.attention_path(torch.device("cpu"), 80) == f"native, {native.best_path(80)}"
+    assert decode.attention_path(torch.device("meta"), 80) == "torch"
+
+
+WITHOUT_LIBRARY = """
+import torch, flexgen_h2o
+from flexgen_h2o.kernels import decode, native
+from flexgen_h2o.kvcache.attention import decode_attention
+from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
+from flexgen_h2o.kvcache.eviction import H2O
+print(flexgen_h2o.__file__)
+print(native.library(), native.best_path(64), decode.attention_path(torch.device("cpu"), 64))
+torch.manual_seed(0)
+shape = UnitShape(2, 3, 16, 4, 4)
+buffer = KVBuffer(shape, H2O(4, 4), torch.float32, torch.empty(shape.nbytes(4), dtype=torch.uint8))
+buffer.reset(Padding(torch.zeros(2, dtype=torch.int64)))
+for column in range(12):
+    query, key, value = torch.randn(3, 2, 3, 1, 16)
+    buffer.append(key, value, column)
+    output = decode_attention(query, buffer)
+print(*buffer.columns.flatten().tolist())
+print(*output.flatten().tolist())
+"""
+
+
+def test_without_the_library_torchs_operations_do_the_same(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "demo")
+    shutil.copytree(ROOT / "flexgen_h2o", tmp_path / "flexgen_h2o", ignore=ignored)
+    results = []
+    for root in (tmp_path, ROOT):
+        variables = {**environment(), "PYTHONPATH": str(root)}
+        command = [sys.executable, "-c", WITHOUT_LIBRARY]
+        result = subprocess.run(command, env=variables, cwd=root, capture_output=True, text=True, check=True)
+        file, path, columns, output = result.stdout.splitlines()
+        assert file == str(root / "flexgen_h2o" / "__init__.py")
+        results.append((path, columns, torch.tensor([float(word) for word in output.split()])))
+    assert results[0][0] == "None None torch"
+    assert results[0][1] == results[1][1]
+    torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-5, atol=1e-5)
