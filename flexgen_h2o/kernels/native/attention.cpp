@@ -51,9 +51,10 @@ struct Entry {
 
 namespace {
 
-// How far ahead of what is being read memory is asked for, in bytes.
+// How far ahead of what is being read memory is asked for, in bytes: enough for the time that memory takes, and a small
+// part of the first-level cache.
 #ifndef AHEAD
-constexpr int64_t AHEAD = 2048;
+constexpr int64_t AHEAD = 8192;
 #endif
 
 // How many vectors of an entry are taken at once: as many as there are registers for.
@@ -64,6 +65,18 @@ struct Stretch {
     const char* start;
     int64_t nbytes;
     const char* next;
+};
+
+// Where memory is to be asked for while a stretch is read: `AHEAD` bytes on in it, or as far into what comes after it.
+class Lookahead {
+  public:
+    explicit Lookahead(const Stretch& stretch)
+        : turn_(stretch.start + stretch.nbytes - AHEAD), jump_(stretch.next - stretch.start - stretch.nbytes + AHEAD) {}
+    const char* from(const char* entry) const { return entry + (entry < turn_ ? AHEAD : jump_); }
+
+  private:
+    const char* turn_;
+    int64_t jump_;
 };
 
 template <class T>

@@ -92,7 +92,11 @@ struct Vector {
     static Vector load(const T* source) {
         return {to_float(*source)};
     }
-    void store_to(float* target) const { *target = value; }
+    template <class T>
+    void store_to(T* target) const {
+        store(target, value);
+    }
+    bool has(float x) const { return value == x; }
     static Vector multiply_add(Vector a, Vector b, Vector c) { return {a.value * b.value + c.value}; }
     Vector operator*(Vector other) const { return {value * other.value}; }
     Vector operator+(Vector other) const { return {value + other.value}; }
