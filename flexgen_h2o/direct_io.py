@@ -207,19 +207,21 @@ class DirectFile:
         return self._buffered
 
 
-def read_direct(target: Tensor, extent: Extent, pool: Executor | None = None) -> None:
+def read_direct(target: Tensor, extent: Extent, pool: Executor | None = None) -> str | None:
     """Reads an extent into a contiguous host tensor of as many bytes, past the page cache.
 
-    Raises OSError if the file is shorter.
+    Returns: why the page cache was used after all, if it was. Raises OSError if the file is shorter.
     """
     with DirectFile(extent.path) as file:
         file.read(target, extent.offset, pool)
+        return file.refusal
 
 
-def write_direct(extent: Extent, source: Tensor, pool: Executor | None = None) -> None:
-    """Writes a contiguous host tensor to an extent of a file that exists, past the page cache."""
+def write_direct(extent: Extent, source: Tensor, pool: Executor | None = None) -> str | None:
+    """Writes a contiguous host tensor to an extent of a file that exists, past the page cache; returns the same."""
     with DirectFile(extent.path, writes=True) as file:
         file.write(extent.offset, source, pool)
+        return file.refusal
 
 
 def _cut(start: int, stop: int, request_bytes: int) -> Iterator[slice]:

@@ -55,6 +55,11 @@ class Percent:
     def hidden(self) -> Shares:
         return _shares(self.hidden_gpu, self.hidden_cpu)
 
+    @property
+    def disk_shares(self) -> Shares:
+        """Shares of weights, cache and hidden states on disk."""
+        return self.weights[2], self.cache[2], self.hidden[2]
+
     def problems(self) -> list[str]:
         """Every mistake, a sentence each; empty if there is none."""
         found = []

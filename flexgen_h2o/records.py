@@ -68,6 +68,8 @@ def run_report(
         "kernels": {
             "matrices": llm.platform.matrix_layout.name,
             "decode_attention": attention_path(llm.device, llm.config.head_dim),
+            "disk": _disk_path(llm),
+            "threads": torch.get_num_threads(),
         },
         "predicted": None,
         "measured": measured,
@@ -103,6 +105,13 @@ def _memory(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int 
         "ledger_peak_bytes": peaks,
         "ledger": {tier: {} if ledger is None else ledger.accounts[tier].largest for tier in TIERS},
     }
+
+
+def _disk_path(llm: LLM) -> str | None:
+    """How files are read and written, or why not past the page cache; None if none have been."""
+    if llm.runtime is None or not (llm.moved_bytes("disk_read") or llm.moved_bytes("disk_write")):
+        return None
+    return llm.runtime.transfer.refusal or "O_DIRECT"
 
 
 def _phase(llm: LLM, name: str, seconds: float | None, hardware: Hardware | None) -> dict[str, Any]:
@@ -142,6 +151,8 @@ def summary(report: dict[str, Any], length: int) -> str:
     )
     kernels = report["kernels"]
     lines.append(f"products: matrices in {kernels['matrices']} layout; decode attention: {kernels['decode_attention']}")
+    if kernels["disk"] is not None:
+        lines.append(f"disk: {kernels['disk']}")
     lines += _limit_lines(report["phases"])
     if report["throughput_tok_s"] is not None:
         decode = f", decode {report['decode_tok_s']:.1f} tok/s" if report["decode_tok_s"] is not None else ""

@@ -30,6 +30,8 @@ def main(argv: list[str]) -> int:
     params = SamplingParams(**options.params)
     with LLM(**options.llm) as llm:
         hardware = find_hardware(options.hardware, machine_name(llm.device.type))
+        if hardware is not None and hardware.compute_threads is not None:
+            _use_threads(llm, hardware.compute_threads)
         _warn_of_idle_flags(options, llm)
         job = BatchJob(llm, params, _source(options, llm))
         sizes = job.measure()
@@ -43,6 +45,14 @@ def main(argv: list[str]) -> int:
             write_trace(Path(options.trace), llm.runtime.timeline.spans)
     print(json.dumps(report) if options.json else summary(report, sizes.prompt_len + params.max_new_tokens))
     return EXIT_FAILED if job.failed and options.strict else EXIT_OK
+
+
+def _use_threads(llm: "LLM", beside_streams: int) -> None:
+    """Computes on as many threads as are best beside a stream from or to disk, if there is one; never on more."""
+    import torch
+
+    if llm.device.type == "cpu" and any(share > 0 for share in llm.policy.percent.disk_shares):
+        torch.set_num_threads(min(torch.get_num_threads(), beside_streams))
 
 
 def _source(options: Options, llm: "LLM") -> "PromptSource":

@@ -93,10 +93,17 @@ Work = Callable[[], None]
 
 
 class Transfer(Protocol):
-    """What moves bytes. `moved` counts them by link, and `timeline` when links were busy."""
+    """What moves bytes.
+
+    Attributes:
+        moved: bytes by link.
+        timeline: when links were busy.
+        refusal: why some file went through the page cache; None if none did.
+    """
 
     moved: Counter[str]
     timeline: Timeline
+    refusal: str | None
 
     def submit(self, link: Link, work: Work, after: Sequence[Ticket] = (), what: object = "") -> Ticket:
         """Does `work` on a link once all of `after` are done; `what` names it."""
@@ -151,6 +158,7 @@ class HostCopies:
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.moved: Counter[str] = Counter()
         self.timeline = timeline or Timeline()
+        self.refusal: str | None = None
         self._counting = threading.Lock()
 
     def count(self, link: Link, nbytes: int) -> None:
@@ -165,12 +173,12 @@ class HostCopies:
     def read(self, target: Tensor, extent: Extent) -> None:
         self.count("disk_read", target.nbytes)
         if not target.is_meta:
-            read_direct(target, extent)
+            self.refusal = read_direct(target, extent) or self.refusal
 
     def write(self, extent: Extent, source: Tensor) -> None:
         self.count("disk_write", source.nbytes)
         if not source.is_meta:
-            write_direct(extent, source)
+            self.refusal = write_direct(extent, source) or self.refusal
 
 
 class InlineTransfer(HostCopies):

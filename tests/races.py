@@ -108,6 +108,7 @@ class RaceDetector(TorchDispatchMode):
         super().__init__()
         self.moved: Counter[str] = Counter()
         self.timeline = Timeline()
+        self.refusal: str | None = None
         self._storages: set[int] = set()  # addresses of all memory that has been seen
         self.races: list[str] = []
         self.compute = Actor(0)
