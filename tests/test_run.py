@@ -49,11 +49,6 @@ REPORT_KEYS = [
 ]
 # Beyond the contract: without them two reports cannot be told apart.
 ADDED_KEYS = ["dtype", "device", "dummy_weights", "kernels"]
-    "dtype",
-    "device",
-    "dummy_weights",
-    "kernels",
-]  # beyond the contract: without them two reports cannot be told apart
 
 
 @pytest.fixture(scope="module")
