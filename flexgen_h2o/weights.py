@@ -150,7 +150,7 @@ class WeightStore:
         self.layout = layout
         self._tiers = tiers
         self._transfer = transfer
-        self._folder = folder
+        self.folder = folder
         self._pin = pin
         self._stored: dict[str, Stored] = {}
         self._resident: dict[str, Tensor | Matrix] = {}
@@ -193,8 +193,8 @@ class WeightStore:
         self._tiers.ledger.charge("disk", LEDGER_LINE, disk_bytes)
         self._disk_bytes = disk_bytes
         missing = set(on_disk)
-        if self._folder is not None:
-            missing = self._folder.reserve(on_disk)
+        if self.folder is not None:
+            missing = self.folder.reserve(on_disk)
         for name in set(on_disk) - missing:
             self._store_on_disk(name, shapes[name])
             progress(self._stored[name].nbytes)
@@ -207,10 +207,10 @@ class WeightStore:
         """Puts a parameter where it lives, in memory of the given shape."""
         tier = self.homes[name]
         if tier == "disk":
-            if self._folder is not None:
+            if self.folder is not None:
                 encoded = aligned_bytes(prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
                 self._encode(name, encoded, tensor)
-                self._folder.write(name, self._places[name], encoded)
+                self.folder.write(name, self._places[name], encoded)
             self._store_on_disk(name, shape)
             return
         stored = self._tiers.allocate(tier, name, shape, self.dtype, LEDGER_LINE, pin=self._pin)
@@ -233,7 +233,7 @@ class WeightStore:
         return self.layout.matrix(storage, (shape[0], shape[1])) if is_matrix(name) else storage
 
     def _store_on_disk(self, name: str, shape: tuple[int, ...]) -> None:
-        place, folder = self._places[name], self._folder
+        place, folder = self._places[name], self.folder
         extent = Extent(Path(), place.offset, whole_pages(place.nbytes)) if folder is None else folder.extent(place)
         self._stored[name] = Stored(name, "disk", shape, self.dtype, extent=extent)
 

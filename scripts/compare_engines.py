@@ -13,11 +13,13 @@ import contextlib
 import shlex
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.bench.checkpoint import published_checkpoint
 from flexgen_h2o.bench.peers import PeerJob, alternate
+from flexgen_h2o.direct_io import DirectFile, aligned_bytes
 from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.model_config import ModelConfig, published
 from flexgen_h2o.placement import Percent, place_weights
@@ -40,7 +42,8 @@ def main() -> None:
     rows = alternate(list(jobs.values()), args.rounds, before=drop_page_cache)
     for name, job, row in zip(jobs, jobs.values(), rows, strict=True):
         row["name"] = name
-        row["limit"] = limits(job, args) if row["status"] == "ok" and job.engine == "flexgen_h2o" else None
+        is_ours = row["status"] == "ok" and job.engine == "flexgen_h2o"
+        row["limit"] = limits(job, args, row["weight_folder"]) if is_ours else None
         print(name, row["status"], row["sentence"], row["median"], row["limit"], sep="; ", flush=True)
     ratios = paired_ratios(rows)
     print(f"throughput against {rows[0]['name']}: {ratios}")
@@ -113,13 +116,18 @@ def job(
     )
 
 
-def limits(one: PeerJob, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Seconds that each phase would take of every resource at its rate alone; None without a hardware file."""
+def limits(one: PeerJob, args: argparse.Namespace, weight_folder: str | None) -> dict[str, Any] | None:
+    """Seconds that each phase would take of every resource at its rate alone; None without a hardware file.
+
+    The disk's rate is that of a plain read of the same files, here and now.
+    """
     hardware = find_hardware("auto", machine_name("cpu"))
     if hardware is None:
         return None
     config = published(args.model)
-    found: dict[str, Any] = {"hardware": hardware.origin}
+    found: dict[str, Any] = {"hardware": hardware.name}
+    if weight_folder is not None:
+        found["plain_read_bytes_s"] = plain_read_rate(Path(weight_folder))
     for phase, work in phase_work(one, config, args).items():
         seconds = resource_seconds(work, hardware, one.dtype, config.head_dim)
         if args.disk_read and "disk_read" in seconds:
@@ -133,6 +141,22 @@ def limits(one: PeerJob, args: argparse.Namespace) -> dict[str, Any] | None:
     found["limit_s"] = sum(max(found[phase]["seconds"].values()) for phase in ("prefill", "decode"))
     found["limit_tok_s"] = one.batch * one.gen_len / found["limit_s"]
     return found
+
+
+def plain_read_rate(folder: Path, trials: int = 5) -> float:
+    """Bytes per second of one thread that reads the layers' files past the page cache, one after the other."""
+    files = sorted(folder.glob("layer-*.bin"))
+    memory = aligned_bytes(max(path.stat().st_size for path in files))
+    rates = []
+    for _ in range(trials):
+        started, done = time.perf_counter(), 0
+        for path in files:
+            size = path.stat().st_size
+            with DirectFile(path) as file:
+                file.read(memory[:size], 0)
+            done += size
+        rates.append(done / (time.perf_counter() - started))
+    return statistics.median(rates)
 
 
 def in_bytes(amount: str) -> float:

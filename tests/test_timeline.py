@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections import defaultdict
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import call
 
 from flexgen_h2o import run as run_command
@@ -97,8 +98,25 @@ def test_a_run_that_streams_weights_leaves_a_trace(tmp_path: Path, monkeypatch: 
     reported = sum(phase["busy_s"]["compute"] for phase in phases)
     assert reported == pytest.approx(busy["compute"] - busy[STALL], rel=0.01, abs=1e-3)
     assert reported <= report["total_s"] * 1.01
-    layers = report["io"]["disk_read_bytes"]
-    assert layers > 0 and torch.get_num_threads() > 0
+    assert report["io"]["disk_read_bytes"] > 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_report_says_how_files_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    monkeypatch.setattr("flexgen_h2o.llm.DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    if refused:
+        real = os.open
+
+        def open_without_direct(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real(path, flags, *rest, **named)
+
+        monkeypatch.setattr("flexgen_h2o.direct_io.os.open", open_without_direct)
+    report = call(run_command, ["--percent", "0", "0", "100", "0", "100", "0", "--gen-len", "2", "--json"]).report
+    said = report["kernels"]["disk"]
+    assert ("cannot be used with O_DIRECT" in said) is refused or said != "O_DIRECT"
+    assert call(run_command, ["--gen-len", "2", "--json"]).report["kernels"]["disk"] is None
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:

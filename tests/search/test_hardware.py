@@ -13,7 +13,8 @@ import pytest
 from commands import ROOT
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.search.hardware import Hardware, read_hardware, slug, write_hardware
+from flexgen_h2o.search import hardware as hardware_module
+from flexgen_h2o.search.hardware import Hardware, default_folder, find_hardware, read_hardware, slug, write_hardware
 from flexgen_h2o.search.hardware_summary import summary
 from flexgen_h2o.search.rates import Rate, unit_of
 
@@ -312,3 +313,24 @@ def test_nothing_here_needs_torch() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "policies" / "hardware").glob("*.json")), ids=lambda path: path.stem)
 def test_files_that_come_with_the_package_are_valid(path: Path) -> None:
     assert read_hardware(path).name
+
+
+# --- which file a run is held against ---
+
+
+def test_a_run_finds_its_machine_by_name_another_by_its_name_and_any_by_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware_module, "ROOT", tmp_path)
+    (tmp_path / "setup.py").touch()
+    assert find_hardware("auto", "my-box") is None
+    folder = default_folder()
+    assert folder == tmp_path / "policies" / "hardware"
+    rates = {"gemm/bfloat16/8": Rate(1e9, "FLOP/s", "assumed", "made up")}
+    for name in ("my-box", "t4"):
+        write_hardware(folder / f"{name}.json", Hardware(name, "cpu", 2, {"cpu": 1}, rates))
+    write_hardware(tmp_path / "elsewhere.json", Hardware("elsewhere", "cpu", 2, {"cpu": 1}, rates))
+    found = [find_hardware(choice, "my-box") for choice in ("auto", "t4", str(tmp_path / "elsewhere.json"))]
+    assert [one.name for one in found if one is not None] == ["my-box", "t4", "elsewhere"]
+    with pytest.raises(UsageError, match="nowhere"):
+        find_hardware("nowhere", "my-box")

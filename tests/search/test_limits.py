@@ -34,7 +34,7 @@ def machine(device: str = "cpu", **rates: float) -> Hardware:
         "disk_cpu/read/direct/1": 1e-10,
         **rates,
     }
-    units = {"gemm": "flop/s", "disk_cpu": "s/byte"}
+    units = {"gemm": "FLOP/s", "disk_cpu": "s/byte"}
     known = {n: Rate(v, units.get(n.split("/")[0], "byte/s"), "assumed", "made up") for n, v in found.items()}
     return Hardware("box", device, 4, {"cpu": 1, "gpu": 1}, known)
 

@@ -37,8 +37,10 @@ def load(settings: Settings) -> Loaded:
     def generate(prompts: NDArray[np.int64], gen_len: int) -> Generation:
         return _generate(llm, prompts, gen_len)
 
-    details = {"eviction": llm.eviction.name, "heavy_slots": heavy, "recent_slots": recent}
-    return Loaded(generate, {**details, "achieved_percent": llm.achieved_percent()}, llm.close)
+    details: dict[str, Any] = {"eviction": llm.eviction.name, "heavy_slots": heavy, "recent_slots": recent}
+    folder = None if llm.runtime is None or llm.runtime.weights.folder is None else llm.runtime.weights.folder.path
+    details |= {"achieved_percent": llm.achieved_percent(), "weight_folder": None if folder is None else str(folder)}
+    return Loaded(generate, details, llm.close)
 
 
 def _generate(llm: LLM, prompts: NDArray[np.int64], gen_len: int) -> Generation:
