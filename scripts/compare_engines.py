@@ -130,13 +130,9 @@ def limits(one: PeerJob, args: argparse.Namespace, weight_folder: str | None) ->
         found["plain_read_bytes_s"] = plain_read_rate(Path(weight_folder))
     for phase, work in phase_work(one, config, args).items():
         seconds = resource_seconds(work, hardware, one.dtype, config.head_dim)
-        if args.disk_read and "disk_read" in seconds:
-            rate = (
-                float(args.disk_read[:-1]) * UNITS[args.disk_read[-1]]
-                if args.disk_read[-1] in UNITS
-                else float(args.disk_read)
-            )
-            seconds["disk_read"] = work.moved["disk_read"] / min(rate, hardware.disk_read_bytes_s())
+        if "disk_read" in seconds:
+            cap = in_bytes(args.disk_read) if args.disk_read else math.inf
+            seconds["disk_read"] = work.moved["disk_read"] / min(cap, found["plain_read_bytes_s"])
         found[phase] = {"seconds": seconds, "binds": max(seconds, key=lambda name: seconds[name])}
     found["limit_s"] = sum(max(found[phase]["seconds"].values()) for phase in ("prefill", "decode"))
     found["limit_tok_s"] = one.batch * one.gen_len / found["limit_s"]
