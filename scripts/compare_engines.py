@@ -10,6 +10,7 @@ scripts/setup_peers.sh installs the others; one that is absent is a row that say
 
 import argparse
 import contextlib
+import math
 import shlex
 import statistics
 import sys
