@@ -187,6 +187,7 @@ class Engine:
                 case _:
                     with self.transfer.timeline.span("compute", operation):
                         work.compute(operation, chooser)
+        self.transfer.drain()  # what was still on its way to its home belongs to this block
         snapshots.append(self._snapshot())
         return BlockTimes(step_s[0], step_s[1:], self._count(shape, block.width, len(step_s) - 1, snapshots))
 
@@ -197,7 +198,10 @@ class Engine:
     def _count(
         self, shape: BlockShape, width: int, steps: int, snapshots: Sequence[tuple[Counter[str], dict[str, float]]]
     ) -> dict[str, PhaseWork]:
-        """What each phase has computed, and what was moved and busy between snapshots."""
+        """What each phase has computed, and what was moved and busy between snapshots.
+
+        The copies that prefill has begun for the first decode step are counted where they end.
+        """
         rule = self.kv.rule
         prefill = PhaseWork(prefill_flops(self.config, _row_counts(shape.prefill_groups), width))
         columns = range(width + 1, width + 1 + steps)

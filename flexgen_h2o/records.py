@@ -118,7 +118,7 @@ def _phase(llm: LLM, name: str, seconds: float | None, hardware: Hardware | None
     """Measured and least seconds of a phase. On a GPU the host sees when work is issued and not when it is done."""
     work = llm.totals.work[name]
     dtype = str(llm.dtype).removeprefix("torch.")
-    limit, binds, reason = limit_of(work, hardware, dtype, llm.config.head_dim)
+    limit, binds, reason = limit_of(work, hardware, dtype, llm.config.head_dim, llm.device.type)
     is_seen = seconds is not None and llm.device.type == "cpu"
     busy = {lane: work.busy_s.get(lane, 0.0) if is_seen else None for lane in LANES}
     return {"seconds": seconds, "limit_s": limit, "binds": binds, "no_limit": reason, "busy_s": busy}

@@ -29,8 +29,9 @@ def main(argv: list[str]) -> int:
 
     params = SamplingParams(**options.params)
     with LLM(**options.llm) as llm:
-        hardware = find_hardware(options.hardware, machine_name(llm.device.type))
-        if hardware is not None and hardware.compute_threads is not None:
+        name = machine_name(llm.device.type)
+        hardware = find_hardware(options.hardware, name)
+        if hardware is not None and hardware.name == name and hardware.compute_threads is not None:
             _use_threads(llm, hardware.compute_threads)
         _warn_of_idle_flags(options, llm)
         job = BatchJob(llm, params, _source(options, llm))

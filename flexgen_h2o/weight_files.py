@@ -26,12 +26,11 @@ INDEX, LOCK = "index.json", "lock"
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Where a parameter lies: which file, at which byte, how many bytes; and the size of the whole file."""
+    """Where a parameter lies: which file, at which byte, how many bytes."""
 
     file: str
     offset: int
     nbytes: int
-    file_bytes: int
 
 
 def lay_out(file: str, sizes: Mapping[str, int]) -> dict[str, WeightPlace]:
@@ -40,7 +39,7 @@ def lay_out(file: str, sizes: Mapping[str, int]) -> dict[str, WeightPlace]:
     for name, nbytes in sizes.items():
         offsets[name] = end
         end += whole_pages(nbytes)
-    return {name: WeightPlace(file, offsets[name], nbytes, end) for name, nbytes in sizes.items()}
+    return {name: WeightPlace(file, offsets[name], nbytes) for name, nbytes in sizes.items()}
 
 
 class WeightFolder:

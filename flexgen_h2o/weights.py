@@ -183,7 +183,7 @@ class WeightStore:
         return ((tier, prod(shapes[name]) * self.dtype.itemsize) for name, tier in self.homes.items())
 
     def load(self, source: TensorSource, progress: Progress) -> None:
-        """Places every parameter. Peak memory is the placed bytes plus one tensor.
+        """Places every parameter. Peak memory is the placed bytes plus one tensor; on its way to disk, plus two.
 
         What lives on disk and is in the folder already is not read again. Raises OSError if there is no room for it.
         """

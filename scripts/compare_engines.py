@@ -21,6 +21,7 @@ from typing import Any
 from flexgen_h2o.bench.checkpoint import published_checkpoint
 from flexgen_h2o.bench.peers import PeerJob, alternate
 from flexgen_h2o.direct_io import DirectFile, aligned_bytes
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.model_config import ModelConfig, published
 from flexgen_h2o.placement import Percent, place_weights
@@ -44,7 +45,7 @@ def main() -> None:
     for name, job, row in zip(jobs, jobs.values(), rows, strict=True):
         row["name"] = name
         is_ours = row["status"] == "ok" and job.engine == "flexgen_h2o"
-        row["limit"] = limits(job, args, row["weight_folder"]) if is_ours else None
+        row["limit"] = limits(job, args, row["details"]["weight_folder"]) if is_ours else None
         print(name, row["status"], row["sentence"], row["median"], row["limit"], sep="; ", flush=True)
     ratios = paired_ratios(rows)
     print(f"throughput against {rows[0]['name']}: {ratios}")
@@ -71,9 +72,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--gen-len", type=int)
     parser.add_argument("--memory", default="1500M", help="memory limit (capped)")
     parser.add_argument("--disk-read", help="bytes per second from disk, as 200M (capped)")
-    parser.add_argument(
-        "--peers", default="transformers,vllm", help="memory: engines beside this one; capped: ENGINE@BATCH"
-    )
+    parser.add_argument("--peers", help="memory: engines beside this one; capped: ENGINE@BATCH")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for each engine in all")
@@ -82,7 +81,8 @@ def read_arguments() -> argparse.Namespace:
     in_memory = args.set == "memory"
     args.batch = args.batch or (32 if in_memory else 192)
     args.prompt_len = args.prompt_len or (128 if in_memory else 64)
-    args.gen_len = args.gen_len or 32
+    args.gen_len = args.gen_len or (16 if in_memory else 32)
+    args.peers = args.peers or ("transformers,vllm" if in_memory else "deepspeed_nvme@8,accelerate_disk@1")
     return args
 
 
@@ -130,7 +130,10 @@ def limits(one: PeerJob, args: argparse.Namespace, weight_folder: str | None) ->
     if weight_folder is not None:
         found["plain_read_bytes_s"] = plain_read_rate(Path(weight_folder))
     for phase, work in phase_work(one, config, args).items():
-        seconds = resource_seconds(work, hardware, one.dtype, config.head_dim)
+        try:
+            seconds = resource_seconds(work, hardware, one.dtype, config.head_dim)
+        except UsageError as error:  # the measurement itself must not be lost
+            return {"reason": str(error)}
         if "disk_read" in seconds:
             cap = in_bytes(args.disk_read) if args.disk_read else math.inf
             seconds["disk_read"] = work.moved["disk_read"] / min(cap, found["plain_read_bytes_s"])

@@ -31,7 +31,6 @@ def stored(folder: WeightFolder, place: WeightPlace) -> Tensor:
 def test_parameters_of_a_page_lie_one_behind_the_other_at_whole_pages() -> None:
     places = lay_out("p", {"a": 1, "b": PAGE, "c": PAGE + 1, "d": 0})
     assert [place.offset for place in places.values()] == [0, PAGE, 2 * PAGE, 4 * PAGE]
-    assert {place.file_bytes for place in places.values()} == {4 * PAGE}
 
 
 def test_weights_are_there_once_they_are_written(tmp_path: Path) -> None:

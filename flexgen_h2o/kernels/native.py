@@ -43,7 +43,7 @@ class Entry(Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None where it was not compiled or cannot be loaded."""
+    """The library; None where it was not compiled, cannot be loaded or is of another version."""
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
             found = ctypes.CDLL(str(path))
@@ -52,9 +52,12 @@ def library() -> ctypes.CDLL | None:
             found.flexgen_h2o_read_only.restype = c_float
             found.flexgen_h2o_enter.argtypes = [POINTER(Entry)]
             found.flexgen_h2o_best_path.argtypes = [c_int64]
+            found.flexgen_h2o_sizes.restype = c_int64
+            is_of_this_version = found.flexgen_h2o_sizes() == ctypes.sizeof(Attention) << 32 | ctypes.sizeof(Entry)
         except (OSError, AttributeError):
             continue
-        return found
+        if is_of_this_version:
+            return found
     return None
 
 

@@ -92,9 +92,17 @@ def resource_seconds(work: PhaseWork, hardware: Hardware, dtype: str, head_dim: 
 
 
 def limit_of(
-    work: PhaseWork, hardware: Hardware | None, dtype: str, head_dim: int
+    work: PhaseWork, hardware: Hardware | None, dtype: str, head_dim: int, device: str
 ) -> tuple[float | None, str | None, str | None]:
-    """Limit of a phase in seconds and the resource that sets it; or neither, and why."""
+    """Limit of a phase in seconds and the resource that sets it; or neither, and why.
+
+    Args:
+        device: where compute happens: cpu or cuda.
+    """
+    if not work.gemm_flops:
+        return None, None, "nothing was computed"
+    if hardware is not None and hardware.device != device:
+        return None, None, f"{hardware.origin} describes a machine that computes on {hardware.device}"
     if hardware is None:
         return None, None, "no hardware file: python -m flexgen_h2o.profile_hardware makes one"
     try:

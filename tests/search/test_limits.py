@@ -71,9 +71,9 @@ def test_products_attention_and_what_a_disk_costs_add_up_on_one_device() -> None
     work = PhaseWork(Counter({100: 200 * 10**9}), 5 * 10**9, Counter(disk_read=8 * 10**9))
     seconds = resource_seconds(work, machine(), "bfloat16", 64)
     assert seconds == pytest.approx({"compute": 2.0 + 0.5 + 8e9 * 1e-10 / 4, "disk_read": 4.0})
-    assert limit_of(work, machine(), "bfloat16", 64) == (4.0, "disk_read", None)
+    assert limit_of(work, machine(), "bfloat16", 64, "cpu") == (4.0, "disk_read", None)
     fast = machine(**{"disk/read/direct/1": 8e9})
-    assert limit_of(work, fast, "bfloat16", 64)[:2] == (pytest.approx(2.7), "compute")
+    assert limit_of(work, fast, "bfloat16", 64, "cpu")[:2] == (pytest.approx(2.7), "compute")
 
 
 def test_links_count_beside_a_gpu_only() -> None:
@@ -85,9 +85,11 @@ def test_links_count_beside_a_gpu_only() -> None:
 
 def test_without_a_rate_there_is_no_limit_but_a_reason() -> None:
     work = PhaseWork(Counter({4: 1}))
-    assert limit_of(work, machine(), "float16", 64)[0] is None
-    assert "gemm/float16" in str(limit_of(work, machine(), "float16", 64)[2])
-    assert "profile_hardware" in str(limit_of(work, None, "bfloat16", 64)[2])
+    assert limit_of(work, machine(), "float16", 64, "cpu")[0] is None
+    assert "gemm/float16" in str(limit_of(work, machine(), "float16", 64, "cpu")[2])
+    assert "cpu" in str(limit_of(work, machine(), "bfloat16", 64, "cuda")[2])
+    assert limit_of(PhaseWork(), machine(), "bfloat16", 64, "cpu") == (None, None, "nothing was computed")
+    assert "profile_hardware" in str(limit_of(work, None, "bfloat16", 64, "cpu")[2])
 
 
 def test_work_of_blocks_adds_up() -> None:

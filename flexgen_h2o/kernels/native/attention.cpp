@@ -167,6 +167,9 @@ float* scratch(int64_t floats) {
 
 extern "C" {
 
+// Sizes of the two structures, so that a library of another version is not taken for this one.
+int64_t flexgen_h2o_sizes() { return int64_t(sizeof(Attention)) << 32 | int64_t(sizeof(Entry)); }
+
 // The best path that this processor has for a head_dim: every vector must be filled by elements of one entry.
 int32_t flexgen_h2o_best_path(int64_t head_dim) {
 #ifdef HAS_X86_VECTORS
