@@ -227,9 +227,9 @@ def test_where_no_placement_fits_a_block_is_named_that_does(never_load: None) ->
 
 
 def test_a_model_of_which_not_one_row_fits_is_refused_with_other_ways_out(never_load: None) -> None:
-    (problem,) = refused(*"--model opt-175b --dummy-weights --cpu-mem 16 --gpu-mem 4 --disk-mem 0".split())
+    (problem,) = refused(*"--model opt-175b --dummy-weights --cpu-mem 3 --gpu-mem 1 --disk-mem 0".split())
     assert "opt-175b with" in problem and "needs 3" in problem
-    assert "20.00 GB can be used" in problem and "smaller model" in problem
+    assert "4.00 GB can be used" in problem and "smaller model" in problem
 
 
 def test_a_block_is_charged_for_the_prompts_there_are(tmp_path: Path, never_load: None) -> None:
