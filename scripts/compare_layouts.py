@@ -87,9 +87,11 @@ def in_panels(weight: Tensor):
 
 def inductor(weight: Tensor, bias: Tensor) -> Multiply | None:
     """The product as torch.compile makes it; None where it cannot compile."""
+    import torch._dynamo.config
     import torch._inductor.config
 
     torch._inductor.config.freezing = True
+    torch._dynamo.config.recompile_limit = 100  # it compiles anew for every number of rows and threads
     module = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype).eval()
     module.load_state_dict({"weight": weight, "bias": bias})
     compiled = torch.compile(module, dynamic=False)
