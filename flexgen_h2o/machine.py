@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from flexgen_h2o.kernels.matrices import best_layout
+
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 LARGEST_KEPT_BLOCK = 2**20  # bytes
 
@@ -51,11 +53,20 @@ def return_freed_memory() -> None:
 def process_baseline(dtype: torch.dtype) -> int:
     """What this process holds before there is a model: interpreter and libraries, measured.
 
-    torch loads part of its libraries at the first product, so there is one here.
+    torch and oneDNN load part of their libraries at the first product, and make code for it, so there are some here:
+    with one row, a few and many, as decode and prefill have them.
     """
     return_freed_memory()
-    x = torch.ones(64, 64, dtype=dtype)
-    torch.nn.functional.linear(x, x, x[0]).float().softmax(dim=-1)
+    shape = (128, 128)
+    weight = torch.ones(shape, dtype=dtype)
+    layout = best_layout(weight.device, dtype, [shape])
+    storage = torch.empty(layout.storage_shape(shape, dtype), dtype=dtype)
+    layout.encode(storage, weight)
+    matrix = layout.matrix(storage, shape)
+    for rows in (1, 8, 512):
+        x = torch.ones(rows, shape[1], dtype=dtype)
+        matrix.product(x, weight[0], torch.empty_like(x)).float().softmax(dim=-1)
+    torch.nn.functional.linear(weight, weight, weight[0])
     return resident_bytes()
 
 
