@@ -208,8 +208,8 @@ def result_bytes(rows: int, out: int, itemsize: int, layout: MatrixLayout) -> in
 def best_layout(device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> MatrixLayout:
     """The layout with the fastest products: panels on a CPU for which oneDNN has them, else row-major.
 
-    Measured with 1 to 4096 rows in `results/`: in panels, bfloat16 weights are read 2 to 3 times as fast with few
-    rows and products are a tenth faster with many; in float32 the gain is larger still. Of a single output oneDNN makes
+    In panels, bfloat16 products are 1.3 to 2.3 times as fast with up to 32 rows and a tenth to a quarter faster with
+    more; in float32 twice to three times (results/gemm_layouts.jsonl). Of a single output oneDNN makes
     no panel.
 
     Args:
