@@ -23,6 +23,7 @@ from flexgen_h2o.extents import PAGE, Extent, as_bytes, host_bytes
 
 REQUEST_BYTES = 8 * 2**20
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of arm64 with small pages of 4096
+Ended = Callable[[int], str]  # (bytes done) -> sentence
 # What a file system answers that does not know O_DIRECT.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -170,34 +171,34 @@ class DirectFile:
             os.posix_fadvise(self._buffered, at, part.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _read_fully(self, descriptor: int, part: Tensor, at: int, end: int) -> None:
+        def ended(done: int) -> str:
+            return f"{self.path} ends at byte {at + done}; {end - at - done} bytes are missing"
+
+        self._fully(os.preadv, descriptor, part, at, ended)
+
+    def _write_fully(self, descriptor: int, part: Tensor, at: int) -> None:
+        def ended(done: int) -> str:
+            return f"{self.path} takes nothing at byte {at + done}; {part.nbytes - done} bytes are left"
+
+        self._fully(os.pwritev, descriptor, part, at, ended)
+
+    def _fully(
+        self, move: Callable[[int, list[memoryview], int], int], descriptor: int, part: Tensor, at: int, ended: Ended
+    ) -> None:
+        """Moves all of [n] uint8 from or to byte `at`; `ended` says what is wrong where no more can be moved."""
         view = memoryview(host_bytes(part))
         done = 0
         while done < len(view):
             try:
-                count = os.preadv(descriptor, [view[done:]], at + done)
+                count = move(descriptor, [view[done:]], at + done)
             except OSError as error:
                 descriptor = self._other_descriptor(descriptor, error)
                 continue
             if count == 0:
-                raise OSError(f"{self.path} ends at byte {at + done}; {end - at - done} bytes are missing")
+                raise OSError(ended(done))
             done += count
             if count % PAGE:
                 descriptor = self._buffered  # a part of a page was there: a direct request cannot go on from here
-
-    def _write_fully(self, descriptor: int, part: Tensor, at: int) -> None:
-        view = memoryview(host_bytes(part))
-        done = 0
-        while done < len(view):
-            try:
-                count = os.pwritev(descriptor, [view[done:]], at + done)
-            except OSError as error:
-                descriptor = self._other_descriptor(descriptor, error)
-                continue
-            if count == 0:
-                raise OSError(f"{self.path} takes nothing at byte {at + done}; {len(view) - done} bytes are left")
-            done += count
-            if count % PAGE:
-                descriptor = self._buffered
 
     def _other_descriptor(self, descriptor: int, error: OSError) -> int:
         """The ordinary descriptor, if `error` refuses a direct request; some systems do so only then."""

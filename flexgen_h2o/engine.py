@@ -30,7 +30,6 @@ from flexgen_h2o.schedule import (
     Group,
     LoadCache,
     LoadHidden,
-    Operation,
     Project,
     ReleaseWeights,
     StoreCache,
@@ -92,6 +91,10 @@ def pad_prompts(prompts: Sequence[Sequence[int]], filler: int) -> PromptBlock:
     return PromptBlock(ids, torch.tensor([width - len(prompt) for prompt in prompts]))
 
 
+# The operations that keep compute busy; the others start copies or say that memory is free.
+COMPUTATIONS = (Embed, Project, Attend, Finish, Choose)
+
+
 @dataclass(frozen=True)
 class BlockTimes:
     """Measured seconds of one block: prefill up to its first token, then each decode step; and what was done in them.
@@ -143,15 +146,13 @@ class Engine:
     def walk(self, block: PromptBlock, tokens: Sequence[int], chooser: TokenChooser) -> BlockTimes:
         """Walks the given steps of the schedule; on a device without memory a few stand for all."""
         try:
-            times = self._walk(block, tokens, chooser)
+            return self._walk(block, tokens, chooser)
         except BaseException:
             # What is still on its way must not arrive in the next block. The first error is the one to report.
             with contextlib.suppress(Exception):
                 self.transfer.drain()
             self.weights.forget()
             raise
-        self.transfer.drain()
-        return times
 
     def _walk(self, block: PromptBlock, tokens: Sequence[int], chooser: TokenChooser) -> BlockTimes:
         policy = self.policy
@@ -163,6 +164,7 @@ class Engine:
         for operation in zigzag(
             tokens, self.config.num_hidden_layers, shape, policy.look_ahead, policy.groups_in_flight
         ):
+            began = time.perf_counter()
             match operation:
                 case FetchWeights(page):
                     self.weights.fetch(page)
@@ -170,12 +172,22 @@ class Engine:
                     self.kv.load(layer, unit)
                 case LoadHidden(group):
                     self.hidden.load(group.index)
+                case Embed(token, group):
+                    work.embed(token, group)
+                case Project(token, layer, group):
+                    work.project(token, layer, group)
+                case Attend(token, layer, unit):
+                    work.attend(token, layer, unit)
+                case Finish(token, layer, group):
+                    work.finish(token, layer, group)
                 case StoreHidden(group):
                     self.hidden.store(group.index)
                 case StoreCache(token, layer, unit):
                     work.store_cache(token, layer, unit)
                 case ReleaseWeights(page):
                     self.weights.release(page)
+                case Choose(token, group):
+                    work.choose(token, group, chooser)
                 case EndStep(token):
                     work.end_step()
                     step_s.append(time.perf_counter() - started)
@@ -184,9 +196,8 @@ class Engine:
                     if chooser.finished():
                         break
                     started = time.perf_counter()
-                case _:
-                    with self.transfer.timeline.span("compute", operation):
-                        work.compute(operation, chooser)
+            if isinstance(operation, COMPUTATIONS):
+                self.transfer.timeline.add("compute", operation, began, time.perf_counter())
         self.transfer.drain()  # what was still on its way to its home belongs to this block
         snapshots.append(self._snapshot())
         return BlockTimes(step_s[0], step_s[1:], self._count(shape, block.width, len(step_s) - 1, snapshots))
@@ -265,22 +276,6 @@ class _BlockWork:
         self.current: _InFlight
         self.kv.begin(self.paddings)
         self.hidden.begin()
-
-    def compute(self, operation: Operation, chooser: TokenChooser) -> None:
-        """Executes an operation that computes."""
-        match operation:
-            case Embed(token, group):
-                self.embed(token, group)
-            case Project(token, layer, group):
-                self.project(token, layer, group)
-            case Attend(token, layer, unit):
-                self.attend(token, layer, unit)
-            case Finish(token, layer, group):
-                self.finish(token, layer, group)
-            case Choose(token, group):
-                self.choose(token, group, chooser)
-            case _:
-                raise AssertionError(f"{operation} is no computation")
 
     def column(self, token: int) -> int:
         """The column of the last token that a step takes in."""

@@ -61,6 +61,11 @@ def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None
     return found
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As flags and files name it, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def taken_on_gpu(device: torch.device) -> int:
     """Bytes of a GPU that are taken now, by whomever; 0 where there is none."""
     if device.type != "cuda":

@@ -15,12 +15,14 @@ from flexgen_h2o.kernels.decode import attention_path
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine import peak_resident_bytes
 from flexgen_h2o.placement import TIERS
+from flexgen_h2o.platforms import dtype_name
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.search.hardware import Hardware, default_name
 from flexgen_h2o.search.limits import limit_of
 from flexgen_h2o.tiers import gb
 
-LANES = ("compute", "disk_read", "disk_write", "h2d", "d2h")
+MOVES = ("disk_read", "disk_write", "h2d", "d2h")
+LANES = ("compute", *MOVES)
 
 
 def run_report(
@@ -46,7 +48,7 @@ def run_report(
             "recent_slots": rule.recent,
             "evictions": totals.evictions,
         },
-        "dtype": str(llm.dtype).removeprefix("torch."),
+        "dtype": dtype_name(llm.dtype),
         "device": llm.device.type,
         "dummy_weights": llm.uses_dummy_weights,
         "num_prompts": totals.num_prompts,
@@ -59,7 +61,7 @@ def run_report(
         "throughput_tok_s": _rate(totals.generated_tokens, total_s),
         "decode_tok_s": _rate(decoded, totals.decode_s),
         "memory": _memory(llm, params, prompt_len, num_prompts),
-        "io": {f"{link}_bytes": llm.moved_bytes(link) for link in ("disk_read", "disk_write", "h2d", "d2h")},
+        "io": {f"{link}_bytes": llm.moved_bytes(link) for link in MOVES},
         "achieved_percent": llm.achieved_percent(),
         "phases": {
             "prefill": _phase(llm, "prefill", totals.prefill_s if measured else None, hardware),
@@ -117,8 +119,7 @@ def _disk_path(llm: LLM) -> str | None:
 def _phase(llm: LLM, name: str, seconds: float | None, hardware: Hardware | None) -> dict[str, Any]:
     """Measured and least seconds of a phase. On a GPU the host sees when work is issued and not when it is done."""
     work = llm.totals.work[name]
-    dtype = str(llm.dtype).removeprefix("torch.")
-    limit, binds, reason = limit_of(work, hardware, dtype, llm.config.head_dim, llm.device.type)
+    limit, binds, reason = limit_of(work, hardware, dtype_name(llm.dtype), llm.config.head_dim, llm.device.type)
     is_seen = seconds is not None and llm.device.type == "cpu"
     busy = {lane: work.busy_s.get(lane, 0.0) if is_seen else None for lane in LANES}
     return {"seconds": seconds, "limit_s": limit, "binds": binds, "no_limit": reason, "busy_s": busy}

@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.disk import RunFolder
 from flexgen_h2o.engine import Engine, unit_shapes
 from flexgen_h2o.hidden import HiddenStore
-from flexgen_h2o.kernels.matrices import MatrixLayout, result_bytes
+from flexgen_h2o.kernels.matrices import MatrixLayout
 from flexgen_h2o.kvcache.attention import GPU_PREFILL_LOGITS, prefill_attention_bytes
 from flexgen_h2o.kvcache.buffer import UnitShape
 from flexgen_h2o.kvcache.cache import KVCache
@@ -253,8 +253,8 @@ def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: Run
     activation = unit_rows * sizes.prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
     group_rows = max(unit_rows, min(policy.group_rows, sizes.rows))
     products = max(
-        result_bytes(max(unit_rows * sizes.prompt_len, group_rows), config.ffn_dim, itemsize, layout),
-        result_bytes(group_rows, config.vocab_size, itemsize, layout),
+        layout.result_bytes(max(unit_rows * sizes.prompt_len, group_rows), config.ffn_dim, itemsize),
+        layout.result_bytes(group_rows, config.vocab_size, itemsize),
     )
     return hidden + travelling + max(normalised, kept + scores, activation, products)
 

@@ -154,6 +154,7 @@ class WeightStore:
         self._pin = pin
         self._stored: dict[str, Stored] = {}
         self._resident: dict[str, Tensor | Matrix] = {}
+        self._pages: dict[int, Parameters] = {}  # those that have been asked for
         self._disk_bytes = 0
         self._allocated: list[tuple[Stored, str]] = []
         self._outer_buffer = ReadBuffer()
@@ -179,8 +180,7 @@ class WeightStore:
 
     def sizes(self) -> Iterator[tuple[Tier, int]]:
         """Home and bytes of every parameter."""
-        shapes = storage_shapes(self.config, self.dtype, self.layout)
-        return ((tier, prod(shapes[name]) * self.dtype.itemsize) for name, tier in self.homes.items())
+        return ((tier, self._places[name].nbytes) for name, tier in self.homes.items())
 
     def load(self, source: TensorSource, progress: Progress) -> None:
         """Places every parameter. Peak memory is the placed bytes plus one tensor; on its way to disk, plus two.
@@ -263,6 +263,13 @@ class WeightStore:
             raise RuntimeError(f"weights of page {page} are used before they were fetched")
         for ticket in buffer.loaded:
             ticket.wait()
+        if page not in self._pages:
+            self._pages[page] = self._parameters(page)
+        return self._pages[page]
+
+    def _parameters(self, page: int) -> Parameters:
+        """Where a page's parameters are whenever they are on the device: at home, or in the page's read buffer."""
+        buffer = self._buffer(page)
         tensors: dict[str, Tensor] = {}
         matrices: dict[str, Matrix] = {}
         for name in page_shapes(self.config, page):
@@ -290,7 +297,7 @@ class WeightStore:
             self._tiers.release(stored, line)
         if self._disk_bytes:
             self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
-        self._allocated, self._stored, self._resident = [], {}, {}
+        self._allocated, self._stored, self._resident, self._pages = [], {}, {}, {}
         self._layer_buffers, self._outer_buffer = [], ReadBuffer()
         self._disk_bytes = 0
 

@@ -12,15 +12,15 @@ Weights are larger than any cache; the ways take turns. The result goes to resul
 import argparse
 import itertools
 import shlex
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from flexgen_h2o.bench.attention import take_turns
 from flexgen_h2o.direct_io import aligned_bytes
 from flexgen_h2o.kernels import onednn
 from flexgen_h2o.kernels.matrices import PanelLayout
@@ -107,15 +107,13 @@ def measure(ways: dict[str, Iterator[Multiply]], x: Tensor, shape: tuple[int, in
     """GFLOP/s of each way, the median of trials in which they take turns."""
     flops = 2 * x.shape[0] * shape[0] * shape[1]
     repeats = max(1, int(2e9 // flops))
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for trial in range(trials + 1):
-        for way, products in ways.items():
-            started = time.perf_counter()
-            for _ in range(repeats):
-                next(products)(x)
-            if trial:  # the first warms up
-                times[way].append((time.perf_counter() - started) / repeats)
-    return {way: flops / statistics.median(seconds) / 1e9 for way, seconds in times.items()}
+
+    def multiply(products: Iterator[Multiply]) -> None:
+        for _ in range(repeats):
+            next(products)(x)
+
+    seconds = take_turns({way: partial(multiply, products) for way, products in ways.items()}, trials)
+    return {way: repeats * flops / taken / 1e9 for way, taken in seconds.items()}
 
 
 if __name__ == "__main__":

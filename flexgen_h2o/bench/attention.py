@@ -22,8 +22,7 @@ from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, UnitShape
 from flexgen_h2o.kvcache.eviction import Local
 from flexgen_h2o.profiling import attention as units
-
-GB = 2**30
+from flexgen_h2o.tiers import GB
 
 
 @dataclass(frozen=True)

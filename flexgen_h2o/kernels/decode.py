@@ -219,3 +219,5 @@ _operators.impl("enter_token", enter_with_torch, "CompositeExplicitAutograd")
 if native.library() is not None:
     _operators.impl("decode_attention", attend_natively, "CPU")
     _operators.impl("enter_token", enter_natively, "CPU")
+attend = torch.ops.flexgen_h2o.decode_attention
+enter = torch.ops.flexgen_h2o.enter_token

@@ -66,6 +66,9 @@ class MatrixLayout(Protocol):
     def matrix(self, storage: Tensor, shape: tuple[int, int]) -> Matrix:
         """The matrix in a storage, whatever will be written there."""
 
+    def result_bytes(self, rows: int, out: int, itemsize: int) -> int:
+        """What a product [rows, out] allocates and frees beside its output."""
+
 
 class PlainMatrix:
     """Row-major, as torch has it."""
@@ -102,6 +105,9 @@ class PlainLayout:
 
     def matrix(self, storage: Tensor, shape: tuple[int, int]) -> Matrix:
         return PlainMatrix(storage)
+
+    def result_bytes(self, rows: int, out: int, itemsize: int) -> int:
+        return 0
 
 
 class PanelMatrix:
@@ -175,6 +181,9 @@ class PanelLayout:
             return PlainMatrix(storage.new_empty(shape))  # shapes are all that matters there
         return PanelMatrix(storage, shape, onednn.lay_over(storage, shape, self._describe(shape, storage.dtype)))
 
+    def result_bytes(self, rows: int, out: int, itemsize: int) -> int:
+        return min(rows, rows_at_once(out, itemsize)) * out * itemsize
+
     def _describe(self, shape: tuple[int, int], dtype: torch.dtype) -> bytes:
         """oneDNN's description of a matrix in panels. It has to pack one of that shape to tell."""
         key = (shape, dtype)
@@ -198,11 +207,6 @@ class PanelLayout:
 def rows_at_once(out: int, itemsize: int) -> int:
     """How many rows a product in panels computes at once."""
     return max(LEAST_ROWS, RESULT_BYTES // (out * itemsize))
-
-
-def result_bytes(rows: int, out: int, itemsize: int, layout: MatrixLayout) -> int:
-    """What a product allocates and frees beside its output."""
-    return 0 if layout.name == PlainLayout.name else min(rows, rows_at_once(out, itemsize)) * out * itemsize
 
 
 def best_layout(device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> MatrixLayout:

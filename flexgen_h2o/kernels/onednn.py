@@ -6,6 +6,7 @@ tensor from a pointer and oneDNN's own description of the layout.
 """
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
+@cache
 def _library() -> ctypes.CDLL:
     """torch's library, in which the C interface is; it is loaded already."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

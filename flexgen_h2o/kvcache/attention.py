@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import decode  # noqa: F401  (defines the operators)
+from flexgen_h2o.kernels import decode
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
 from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
@@ -152,7 +152,7 @@ def decode_attention(query: Tensor, buffer: KVBuffer) -> Tensor:
     """
     return cast(
         Tensor,
-        torch.ops.flexgen_h2o.decode_attention(
+        decode.attend(
             query,
             *(buffer.heavy.keys, buffer.heavy.values, buffer.ring.keys, buffer.ring.values),
             *(buffer.scores, buffer.losers, buffer.heavy_len, buffer.ring_len),

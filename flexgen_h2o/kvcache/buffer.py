@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import decode  # noqa: F401  (defines the operators)
+from flexgen_h2o.kernels import decode
 from flexgen_h2o.kvcache.eviction import EvictionRule, choose_heavy
 
 EMPTY = -math.inf
@@ -164,7 +164,7 @@ class KVBuffer:
             column: the token's column, one more than at the last call.
         """
         positions = column - self.padding.on(keys.device)[:, None]  # [rows, 1]
-        torch.ops.flexgen_h2o.enter_token(
+        decode.enter(
             *(self.heavy.keys, self.heavy.values, self.ring.keys, self.ring.values),
             *(self.scores, self.columns, self.losers),
             *(keys, values, self.rule.initial_scores(positions, None)[:, 0, 0], column),

@@ -196,7 +196,7 @@ class KVCache:
             home.losers.copy_(self._to_host(losers))
 
         here.stored = self._transfer.submit(
-            "d2h", repeat, [self._transfer.used(), before], f"store layer {layer}, unit {unit}"
+            "d2h", repeat, [self._transfer.used(), before], _named("store", layer, unit)
         )
         working.free = [here.stored, self._transfer.used()]
 
@@ -223,7 +223,7 @@ class KVCache:
             self._transfer.copy("h2d", output, decode_attention(host_query, home))
 
         here.stored = self._transfer.submit(
-            "host", attend, [self._transfer.used(), before], f"attend layer {layer}, unit {unit}"
+            "host", attend, [self._transfer.used(), before], _named("attend", layer, unit)
         )
         return output, here.stored
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.profiling.timing import Stopwatch, dtype_name, fill
+from flexgen_h2o.platforms import dtype_name
+from flexgen_h2o.profiling.timing import Stopwatch, fill
 from flexgen_h2o.workspace import Workspace, padded
 
 HIDDEN_SIZE = 2048  # heads x head_dim of a row: OPT-1.3b's

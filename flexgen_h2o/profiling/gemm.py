@@ -8,7 +8,8 @@ from math import prod
 import torch
 
 from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.profiling.timing import Stopwatch, dtype_name, fill
+from flexgen_h2o.platforms import dtype_name
+from flexgen_h2o.profiling.timing import Stopwatch, fill
 from flexgen_h2o.workspace import Workspace, padded
 
 # Below this share of float32's rate a 16-bit type is converted in software: computing in it is never of use.

@@ -116,8 +116,3 @@ def fill(tensor: Tensor) -> Tensor:
     for part in tensor.view(-1).split(len(tile)) if len(tile) else ():
         part.copy_(tile[: len(part)])
     return tensor
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As flags and files name it, such as "float32"."""
-    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,6 @@ from flexgen_h2o.kernels.matrices import (
     PanelLayout,
     PlainLayout,
     best_layout,
-    result_bytes,
     rows_at_once,
 )
 
@@ -117,9 +116,9 @@ def test_a_matrix_is_what_its_memory_holds_now() -> None:
 def test_a_result_on_its_way_is_charged() -> None:
     panels, plain = PanelLayout(), PlainLayout()
     assert rows_at_once(8192, 2) == 512 and rows_at_once(50272, 4) == LEAST_ROWS
-    assert result_bytes(10, 8192, 2, panels) == 10 * 8192 * 2
-    assert result_bytes(4096, 8192, 2, panels) == 8 * 2**20
-    assert result_bytes(4096, 8192, 2, plain) == 0
+    assert panels.result_bytes(10, 8192, 2) == 10 * 8192 * 2
+    assert panels.result_bytes(4096, 8192, 2) == 8 * 2**20
+    assert plain.result_bytes(4096, 8192, 2) == 0
 
 
 def test_where_panels_are_not_native_matrices_are_row_major(monkeypatch: pytest.MonkeyPatch) -> None:

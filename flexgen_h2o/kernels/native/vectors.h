@@ -109,8 +109,6 @@ struct Vector {
     static Vector exp(Vector x) { return {x.value < LOWEST ? 0.0f : std::exp(x.value)}; }
     // x where the score marks an entry, -infinity where its slot is empty.
     static Vector mask_empty(Vector x, Vector score) { return {std::isinf(score.value) && score.value < 0 ? score.value : x.value}; }
-    // The score of an empty slot stays as it is.
-    static Vector keep_empty(Vector x, Vector score) { return mask_empty(x, score); }
     static void sum_four(const Vector* parts, float* target) {
         for (int i = 0; i < 4; ++i) target[i] = parts[i].value;
     }
