@@ -174,6 +174,26 @@ def test_short_counts_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert as_bytes(target) == content
 
 
+def test_a_count_that_is_no_whole_page_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A direct request cannot go on from inside a page; the ordinary descriptor can, and the next request is direct."""
+    content, real = random_file(tmp_path / "f", 4 * PAGE), os.preadv
+    with DirectFile(tmp_path / "f", request_bytes=2 * PAGE) as file:
+        if not file.is_direct:
+            pytest.skip("the file system refuses O_DIRECT")
+        used = []
+
+        def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            used.append((descriptor == file._direct, offset))
+            return real(descriptor, [buffers[0][:PAGE]], offset) - (100 if len(used) == 1 else 0)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        target = aligned_bytes(4 * PAGE)
+        file.read(target, 0)
+        assert as_bytes(target) == content
+        assert file.is_direct and file.refusal is None
+        assert used[:2] == [(True, 0), (False, PAGE - 100)] and (True, 2 * PAGE) in used
+
+
 def test_other_errors_keep_their_number_and_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     random_file(path, PAGE)
