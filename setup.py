@@ -6,12 +6,21 @@ from setuptools import Extension, find_packages, setup
 # is no compiler, the same runs on torch's operations.
 NATIVE = Extension(
     "flexgen_h2o.kernels._native",
-    sources=["flexgen_h2o/kernels/native/attention.cpp"],
+    sources=["flexgen_h2o/kernels/native/attention.cpp", "flexgen_h2o/kernels/native/quantised.cpp"],
     depends=[
+        "flexgen_h2o/kernels/native/attention.h",
         "flexgen_h2o/kernels/native/attention.inc",
+        "flexgen_h2o/kernels/native/bfloat16_codes.inc",
+        "flexgen_h2o/kernels/native/four_bits.inc",
+        "flexgen_h2o/kernels/native/quantised.h",
+        "flexgen_h2o/kernels/native/quantised.inc",
+        "flexgen_h2o/kernels/native/quantised_avx512.inc",
+        "flexgen_h2o/kernels/native/quantised_bf16.inc",
+        "flexgen_h2o/kernels/native/quantised_products.inc",
         "flexgen_h2o/kernels/native/vectors.h",
         "flexgen_h2o/kernels/native/vectors_avx2.inc",
         "flexgen_h2o/kernels/native/vectors_avx512.inc",
+        "flexgen_h2o/kernels/native/whole_entries.inc",
     ],
     language="c++",
     extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-w"],
@@ -42,7 +51,8 @@ setup(
         "psutil",
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "ruff", "mypy"],
+        # torch for CUDA brings Triton along; here it interprets and compiles the kernels for tests without a GPU.
+        "test": ["pytest", "hypothesis", "ruff", "mypy", "triton; platform_system == 'Linux'"],
         "plots": ["matplotlib"],
         "bench": ["accelerate", "deepspeed", "ctranslate2"],
         "eval": ["lm-eval", "sacrebleu"],

@@ -1,20 +1,27 @@
 """One batch job: lines of prompts in, one line of results out for each, in order."""
 
 import sys
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from hashlib import blake2b
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO
 
+import numpy as np
 from tqdm import tqdm
 
+from flexgen_h2o.block_checkpoint import BlockCheckpoint
+from flexgen_h2o.disk import reclaim
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import GenerationOutput, Request
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.prompts import PromptLine, read_prompts, write_line
+from flexgen_h2o.metrics import MetricsFile
+from flexgen_h2o.pace import Pace
+from flexgen_h2o.prompts import JsonScalar, PromptLine, bounded_lines, read_prompts
+from flexgen_h2o.results import Results
+from flexgen_h2o.resume import InputFile, JobRecord, job_settings, policy_fields, setting_differences
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.weights import weight_bytes
 
@@ -24,6 +31,8 @@ SAMPLE_PROMPTS = (
     "The captain looked at the sea and said,",
     "She had been so long away from home that",
 )
+
+MOST_UNKNOWN_KEYS = 20  # that are named in a warning
 
 Lines = Callable[[], Iterator[PromptLine]]
 
@@ -49,24 +58,32 @@ class PromptSource:
         lines: starts reading from the first line; may be called once if not `rereadable`.
         name: for messages.
         sizes: of the prompts, where they are known without reading.
+        file: where they are read from, if it is a file.
     """
 
     lines: Lines
     name: str
     rereadable: bool = True
     sizes: InputSizes | None = None
+    file: InputFile | None = None
 
 
 def file_source(path: str) -> PromptSource:
     """Prompts of a file; "-" is JSON lines on standard input."""
     if path == "-":
-        return PromptSource(lambda: read_prompts(sys.stdin.buffer, is_json=True), "standard input", rereadable=False)
+        stdin = sys.stdin.buffer
+        return PromptSource(
+            lambda: read_prompts(bounded_lines(stdin), is_json=True), "standard input", rereadable=False
+        )
 
     def lines() -> Iterator[PromptLine]:
         with Path(path).open("rb") as file:
-            yield from read_prompts(file, is_json=not path.endswith(".txt"))
+            yield from read_prompts(bounded_lines(file), is_json=not path.endswith(".txt"))
 
-    return PromptSource(lines, path)
+    try:
+        return PromptSource(lines, path, file=InputFile(Path(path)))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; give another file") from None
 
 
 def sample_source() -> PromptSource:
@@ -89,28 +106,69 @@ def random_source(llm: LLM, prompt_len: int) -> PromptSource:
     )
 
 
+@dataclass(frozen=True)
+class PendingLine:
+    """A line that has been read: what it calls itself, its number, and why it cannot be served if it cannot."""
+
+    id: JsonScalar
+    line: int
+    error: str | None
+
+    def failure(self) -> dict[str, object]:
+        """What is written for a prompt that cannot be served."""
+        return {"id": self.id, "line": self.line, "error": self.error}
+
+
 class BatchJob:
     """Serves every line of a source and writes one line for each.
 
+    Args:
+        results: where the lines go. If an earlier run of the same job has left some there, this one goes on after them.
+        checkpoint_s: how many seconds of work on a block may be lost; None for the whole of it.
+        metrics: kept up to date while the job runs.
+
     Attributes:
-        failed: lines that could not be served, so far.
         unknown_keys: keys of the input that mean nothing here.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, source: PromptSource):
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        source: PromptSource,
+        results: Results,
+        checkpoint_s: float | None = None,
+        metrics: MetricsFile | None = None,
+    ):
         self.llm = llm
         self.params = params
         self.source = source
-        self.failed = 0
+        self.results = results
         self.unknown_keys: set[str] = set()
-        self._generated = 0  # tokens, for the progress bar
-        self._pending: deque[tuple[PromptLine, str | None]] = deque()  # read and not yet written, with what is wrong
+        self._checkpoint_s = checkpoint_s
+        self._metrics = metrics
+        self._pending: deque[PendingLine] = deque()  # read and not yet written
+        self._notes_said = 0
+
+    @property
+    def failed(self) -> int:
+        """Prompts that could not be served, so far."""
+        return self.results.progress.failed
 
     def measure(self) -> InputSizes:
-        """First pass: how long and how many the prompts are. Raises UsageError if there are none."""
+        """First pass: how long and how many the prompts are, unless an earlier run of the job has noted that.
+
+        Raises UsageError if there are none, or this is not the job that the results belong to.
+        """
         self.llm.check_lengths(self.params, self.llm.prompt_len or 1)
         if self.source.sizes is not None:
             return self.source.sizes
+        stored = self.results.stored
+        if stored is not None and self.source.file is not None:
+            settings = job_settings(self.llm, self.params, self.source.file, stored.prompt_len)
+            if problems := setting_differences(stored, settings):
+                raise UsageError(problems)
+            return InputSizes(stored.prompt_len, stored.num_prompts)
         try:
             return self._measure_lines() if self.source.rereadable else self._peek()
         except OSError as error:
@@ -118,14 +176,32 @@ class BatchJob:
 
     def _measure_lines(self) -> InputSizes:
         longest = count = lines = 0
+        names = array("Q")
         for lines, line in enumerate(self.source.lines(), start=1):
+            names.append(_hash_of(line))
             request = self._request(lines - 1, line)
             if isinstance(request, Request):
                 longest = max(longest, len(request.prompt_ids))
                 count += 1
         if not lines:
             raise UsageError(f"{self.source.name} has no prompts; give it at least one line")
+        self._warn_of_duplicates(names)
         return InputSizes(self.llm.prompt_len or longest, count)
+
+    def _warn_of_duplicates(self, hashes: Sequence[int]) -> None:
+        """Says which name is given twice; results are then told apart by their order alone."""
+        values, counts = np.unique(np.asarray(hashes, dtype=np.uint64), return_counts=True)
+        repeated = values[counts > 1]
+        if not len(repeated):
+            return
+        found = (line for line in self.source.lines() if _hash_of(line) == repeated[0])
+        first, second = islice(found, 2)
+        more = f", and {len(repeated) - 1} other ids are repeated" if len(repeated) > 1 else ""
+        print(
+            f"note: lines {first.line} and {second.line} have the same id, {str(first.id)[:40]!r}{more};"
+            " results come in the order of the input",
+            file=sys.stderr,
+        )
 
     def _peek(self) -> InputSizes:
         """Looks for the first line of what can be read only once, and keeps it."""
@@ -137,23 +213,47 @@ class BatchJob:
         limit = self.llm.config.max_position_embeddings - self.params.max_new_tokens
         return InputSizes(self.llm.prompt_len or limit, None)
 
-    def run(self, sizes: InputSizes, output: str | None) -> None:
+    def run(self, sizes: InputSizes) -> None:
         """Generates and writes, after the plan has been checked and before anything is loaded.
 
         Raises UsageError if the plan cannot work or the output cannot be written.
         """
-        has_work = sizes.num_prompts != 0
+        stored = self.results.stored
+        if stored is not None and stored.progress.is_finished:
+            done = stored.progress.lines
+            if self.llm.platform.offload_dir is not None:
+                reclaim(self.llm.platform.offload_dir)  # of a run that was killed after its last line
+            _say(f"all {done} prompts have been answered, so nothing is written; --restart begins again")
+            return
+        if stored is not None:
+            _say(f"{stored.progress.lines} prompts have been answered; going on from there")
+        has_work = sizes.num_prompts is None or sizes.num_prompts > self.results.progress.served
         if has_work:
             self.llm.check_plan(self.params, sizes.prompt_len, sizes.num_prompts)
             self._load()
-        with ExitStack() as files:
-            # Only now: results of an earlier run outlive one that cannot begin.
-            file = sys.stdout if output is None else files.enter_context(_open_output(output))
-            if has_work:
-                self._generate(file, sizes)
-            else:
-                deque(self._requests(), maxlen=0)
-            self._write_failed(file)
+        record = self._record(sizes)
+        # Only now: results of an earlier run outlive one that cannot begin.
+        self.results.begin(record)
+        if has_work:
+            self._generate(record, sizes)
+        else:
+            deque(self._requests(), maxlen=0)  # each is written as it is read
+        self._commit(is_finished=True)
+
+    def _record(self, sizes: InputSizes) -> JobRecord:
+        """What the job is, for a run that goes on with it."""
+        stored, file = self.results.stored, self.source.file
+        if stored is not None:
+            return stored
+        settings = {} if file is None else job_settings(self.llm, self.params, file, sizes.prompt_len)
+        policy = policy_fields(self.llm.policy)
+        return JobRecord(settings, policy, policy, sizes.prompt_len, sizes.num_prompts or 0)
+
+    def _commit(self, is_finished: bool = False) -> None:
+        """Makes sure of the lines written so far, if they come from the input that the job was begun with."""
+        if self.source.file is not None:
+            self.source.file.check()
+        self.results.commit(policy_fields(self.llm.policy), is_finished)
 
     def _request(self, index: int, line: PromptLine) -> Request | str:
         """The request that a line makes, or what is wrong with it."""
@@ -167,39 +267,90 @@ class BatchJob:
         return Request(index, ids)
 
     def _requests(self) -> Iterator[Request]:
-        """Second pass: the requests that can be served. Every line that is read becomes pending."""
-        for index, line in enumerate(self.source.lines()):
-            self.unknown_keys.update(line.unknown_keys)
+        """Second pass: the requests that can be served, of lines that have no answer yet. What is read is pending."""
+        for index, line in islice(enumerate(self.source.lines()), self.results.progress.lines, None):
+            if len(self.unknown_keys) < MOST_UNKNOWN_KEYS:
+                self.unknown_keys.update(line.unknown_keys)
             request = self._request(index, line)
+            error = None if isinstance(request, Request) else request
+            self._pending.append(PendingLine(line.id, line.line, error))
             if isinstance(request, Request):
-                self._pending.append((line, None))
                 yield request
             else:
-                self._pending.append((line, request))
+                self._write_failed()
 
-    def _generate(self, file: IO[str], sizes: InputSizes) -> None:
-        with tqdm(total=sizes.num_prompts, unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+    def _generate(self, record: JobRecord, sizes: InputSizes) -> None:
+        pace = Pace(sizes.num_prompts, self.results.progress, self.params.max_new_tokens)
+        keeper = self._keeper(record)
+        with tqdm(
+            total=sizes.num_prompts,
+            initial=pace.served,
+            unit="prompt",
+            file=sys.stderr,
+            disable=not sys.stderr.isatty(),
+        ) as bar:
 
             def on_tokens(count: int) -> None:
-                self._generated += count
-                rate = self._generated / (bar.format_dict["elapsed"] or 1.0)
-                bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
-                bar.update(count / self.params.max_new_tokens)
+                pace.tokens(count)
+                bar.set_postfix_str(f"{pace.tokens_per_s:.1f} tok/s", refresh=False)
+                bar.update(int(pace.prompts) - bar.n)
+                self._report(pace)
 
-            outputs = self.llm.stream(self._requests(), self.params, sizes.prompt_len, sizes.num_prompts, on_tokens)
-            for done, output in enumerate(outputs, start=1):
-                self._write_failed(file)
-                line, _ = self._pending.popleft()
-                write_line(file, _served(line, output))
-                file.flush()
-                bar.n = max(bar.n, done)
+            blocks = self.llm.blocks(
+                self._requests(), self.params, sizes.prompt_len, sizes.num_prompts, on_tokens, keeper
+            )
+            for outputs in blocks:
+                self._write_block(outputs)
+                self._commit()
+                if keeper is not None:
+                    keeper.discard()
+                pace.block_done(self.results.progress)
+                bar.update(int(pace.prompts) - bar.n)
+                self._say_notes()
+            self._write_failed()
+            self._report(pace, now=True)
 
-    def _write_failed(self, file: IO[str]) -> None:
+    def _keeper(self, record: JobRecord) -> BlockCheckpoint | None:
+        folder = self.results.checkpoint_folder
+        if folder is None:
+            return None
+        return BlockCheckpoint(folder, self._checkpoint_s, record.digest(), _say)
+
+    def _write_block(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Writes the lines of a block, and those between them that could not be served."""
+        for output in outputs:
+            self._write_failed()
+            line = self._pending.popleft()
+            if output.error is not None:
+                self.results.write(replace(line, error=output.error).failure())
+            else:
+                self.results.write(
+                    {
+                        "id": line.id,
+                        "text": output.text,
+                        "token_ids": output.token_ids,
+                        "finish_reason": output.finish_reason,
+                    }
+                )
+
+    def _write_failed(self) -> None:
         """Writes the lines at the head of the queue that could not be served."""
-        while self._pending and self._pending[0][1] is not None:
-            line, error = self._pending.popleft()
-            self.failed += 1
-            write_line(file, {"id": line.id, "line": line.line, "error": error})
+        while self._pending and self._pending[0].error is not None:
+            self.results.write(self._pending.popleft().failure())
+
+    def _say_notes(self) -> None:
+        for note in self.llm.notes[self._notes_said :]:
+            _say(note)
+        self._notes_said = len(self.llm.notes)
+
+    def _report(self, pace: Pace, now: bool = False) -> None:
+        if self._metrics is None or not (now or self._metrics.is_due()):
+            return
+        try:
+            self._metrics.write(pace, self.results.progress, self.llm)
+        except OSError as error:
+            _say(f"no metrics from here on, they cannot be written: {error.strerror or error}")
+            self._metrics = None
 
     def _load(self) -> None:
         total = weight_bytes(self.llm.config, self.llm.dtype, self.llm.platform.matrix_layout)
@@ -212,22 +363,17 @@ class BatchJob:
             disable=not sys.stderr.isatty(),
         ) as bar:
             self.llm.load(bar.update)
+        self._say_notes()
         if self.llm.unused_keys:
             names = ", ".join(self.llm.unused_keys)
             print(f"warning: the checkpoint has keys that the model does not use: {names}", file=sys.stderr)
 
 
-def _served(line: PromptLine, output: GenerationOutput) -> dict[str, object]:
-    return {
-        "id": line.id,
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-    }
+def _say(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
 
 
-def _open_output(path: str) -> IO[str]:
-    try:
-        return Path(path).open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--output {path} cannot be written: {error.strerror}") from None
+def _hash_of(line: PromptLine) -> int:
+    """A number that stands for a line's id; equal ids have equal ones."""
+    name = f"{type(line.id).__name__} {line.id}".encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")

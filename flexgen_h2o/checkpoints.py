@@ -2,11 +2,13 @@
 
 Published OPT files differ in the prefix of their keys, in the name a tied output embedding is stored under, in shard
 count and in format. Here every parameter has one name, relative to the decoder (`model_config.ModelConfig.shapes`).
+
+A folder's content is not trusted: nothing in it is executed, nothing outside it is opened because it says so, and what
+headers claim is held against the size of the file before it is used.
 """
 
 import json
 import os
-import pickle
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +16,18 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from flexgen_h2o import model_config
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.safetensors_header import read_header
 
 DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
 SETTINGS_FILES = ["*.json", "*.txt", "*.model"]
+MOST_INDEX_BYTES = 2**26
+MOST_REASON_LETTERS = 200
 
 
 @dataclass(frozen=True)
@@ -160,8 +165,8 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Checkpoint:
     for path in files:
         try:
             file_shapes = _stored_shapes(path)
-        except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except Exception as error:  # whatever is raised for a broken file, the file is what is wrong
+            reason = str(error).splitlines()[0][:MOST_REASON_LETTERS] if str(error) else type(error).__name__
             problems.append(f"weight file {path} cannot be read ({reason}); it may be cut short: fetch it again")
             continue
         for key, shape in file_shapes.items():
@@ -226,21 +231,42 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
+    """The files that an index names. Raises UsageError if one lies elsewhere, is of another kind, or is not there."""
     try:
+        if index.stat().st_size > MOST_INDEX_BYTES:
+            raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = [name for name in names if not (index.parent / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is no index of weight files: {type(error).__name__}: {error}") from None
+        strange = [name for name in names if not _is_shard_of(index, name)]
+        missing = [] if strange else [name for name in names if not (index.parent / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:MOST_REASON_LETTERS]
+        raise UsageError(f"{index} is no index of weight files: {reason}") from None
+    if strange:
+        raise UsageError(
+            f"{index} names {name[:MOST_REASON_LETTERS]!r}, which is no weight file of its folder: fetch the model anew"
+            for name in strange
+        )
     if missing:
         raise UsageError(f"{index} names {name}, which is not there: fetch it again" for name in missing)
     return [index.parent / name for name in names]
 
 
+def _is_shard_of(index: Path, name: str) -> bool:
+    """Whether an index may name a file: one in its own folder or below, of the index' own kind."""
+    path = Path(name)
+    kind = Path(index.name.removesuffix(".index.json")).suffix
+    return path.suffix == kind and not path.is_absolute() and ".." not in path.parts
+
+
 def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        return {key: tensor.shape for key, tensor in read_header(path).items() if tensor.is_floating}
+    # Without `weights_only` a pickle may run whatever it likes.
     stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(stored, dict):
         raise ValueError(f"it holds {type(stored).__name__} where a mapping of tensors is expected")
-    return {key: tuple(value.shape) for key, value in stored.items() if isinstance(value, Tensor)}
+    return {
+        key: tuple(value.shape)
+        for key, value in stored.items()
+        if isinstance(key, str) and isinstance(value, Tensor) and value.is_floating_point()
+    }

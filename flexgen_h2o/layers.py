@@ -23,8 +23,8 @@ class Parameters:
     """Parameters of a layer, or of what lies outside the layers, where compute can reach them; by relative name.
 
     Attributes:
-        tensors: norms, biases and the position table.
-        matrices: all others.
+        tensors: norms and biases.
+        matrices: all others, the position table among them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -46,7 +46,7 @@ def embed(ids: Tensor, positions: Tensor, weights: Parameters, config: ModelConf
     tokens = weights.matrices["embed_tokens.weight"].rows(ids)
     if config.has_embedding_projection:
         tokens = _project(tokens, weights.matrices["project_in.weight"])
-    return tokens + F.embedding(positions + POSITION_OFFSET, weights.tensors["embed_positions.weight"])
+    return tokens + weights.matrices["embed_positions.weight"].rows(positions + POSITION_OFFSET)
 
 
 def project_qkv(

@@ -3,26 +3,31 @@
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flexgen_h2o.block_work import PromptBlock
 from flexgen_h2o.checkpoints import Checkpoint, locate_model, open_checkpoint
-from flexgen_h2o.disk import cache_key
-from flexgen_h2o.engine import Engine, PromptBlock, pad_prompts, unit_shapes
+from flexgen_h2o.engine import Engine, unit_shapes
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import GenerationOutput, NoChoice, Request, Sampler
+from flexgen_h2o.generation import (
+    BlockKeeper,
+    GenerationOutput,
+    KeepsNothing,
+    NoChoice,
+    Request,
+    RunTotals,
+    generate_block,
+)
 from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
 from flexgen_h2o.machine import process_baseline
 from flexgen_h2o.placement import place_weights
 from flexgen_h2o.platforms import (
     DEFAULT_OFFLOAD_DIR,
-    DEFAULT_WEIGHT_CACHE,
     DTYPES,
     Platform,
     choose_device,
@@ -32,31 +37,18 @@ from flexgen_h2o.platforms import (
     tier_budgets,
 )
 from flexgen_h2o.policy import EvictionSpec, Policy
-from flexgen_h2o.preflight import check_fit
+from flexgen_h2o.preflight import check_fit, is_out_of_memory, lighter_plan, smaller_sub_batches
+from flexgen_h2o.prompts import as_ids
 from flexgen_h2o.runtime import RunSizes, Runtime
 from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.search.limits import PhaseWork
 from flexgen_h2o.tiers import Ledger
 from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
-from flexgen_h2o.weight_files import WeightFolder
-from flexgen_h2o.weights import TensorSource, checkpoint_source, dummy_source, weight_places
+from flexgen_h2o.weight_files import WeightFolder, weight_folder
+from flexgen_h2o.weight_sources import TensorSource, checkpoint_source, dummy_source
+from flexgen_h2o.weights import weight_places
 
 Prompt = str | Sequence[int]
-WEIGHT_LAYOUT = 2  # number of the layout of cached weight files
-
-
-@dataclass
-class RunTotals:
-    """What the last call of stream() or generate() has done so far. Times are measured."""
-
-    num_prompts: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    evictions: int = 0  # entries dropped, over all rows, layers and heads
-    step_s: list[list[float]] = field(default_factory=list)  # of each block
-    work: dict[str, PhaseWork] = field(default_factory=lambda: {"prefill": PhaseWork(), "decode": PhaseWork()})
+OUT_OF_MEMORY = "out of memory"
 
 
 class LLM:
@@ -67,7 +59,7 @@ class LLM:
     Args:
         model: a folder in Hugging Face format, a name such as "opt-30b", or None for the demo model that ships.
         path: where to look for a named model before the Hugging Face cache.
-        eviction: "h2o", "full", "local" or "sink".
+        eviction: "h2o", "full", "local", "sink" or "smooth".
         hh_ratio, recent_ratio: heavy and recent entries as shares of prompt + generated tokens (h2o: 0.1 each).
         hh_size, recent_size, sink_size: the same in entries.
         prompt_len: the longest prompt to expect; None takes the longest that is given.
@@ -80,6 +72,10 @@ class LLM:
         seed: of the dummy weights and of random prompts.
         trace: keep what every resource did when, for `timeline.write_trace`.
         policy: fields of `Policy`: how a block is cut (gpu_batch_size, ...) and where things live (percent, ...).
+
+    Attributes:
+        totals: what the last call of stream() or generate() has done so far.
+        notes: what people should know of what has been done, a sentence each.
     Raises UsageError with every mistake found.
     """
 
@@ -130,7 +126,9 @@ class LLM:
             offload_dir=Path(offload_dir).expanduser(),
             baseline=process_baseline(self.dtype),
             gpu_baseline=taken_on_gpu(self.device),
-            matrix_layout=best_layout(self.device, self.dtype, self.config.matrix_shapes()),
+            matrix_layout=best_layout(
+                self.device, self.dtype, self.config.matrix_shapes(), self.policy.compress_weight
+            ),
             keeps_spans=trace,
         )
         self.tokenizer: Tokenizer | None = None if source.folder is None else load_tokenizer(source.folder, self.config)
@@ -138,6 +136,7 @@ class LLM:
         self.unused_keys: tuple[str, ...] = ()
         self.load_s = 0.0
         self.totals = RunTotals()
+        self.notes: list[str] = []
         self._engine: Engine | None = None
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[GenerationOutput]:
@@ -166,13 +165,10 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ValueError if it is neither text nor ids, or there is no tokenizer for it."""
         if not isinstance(prompt, str):
-            return _as_ids(prompt)
+            return as_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer, so a text prompt cannot be read; give prompt_ids")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt has half a surrogate pair at character {error.start}; no text has that") from None
+        self.tokenizer.check(prompt, self.config.max_position_embeddings)
         return self.tokenizer.encode(prompt)
 
     def check_prompt(self, ids: Sequence[int], gen_len: int) -> None:
@@ -212,13 +208,13 @@ class LLM:
             return self.runtime.ledger.accounts["disk"].in_use
         if self.policy.percent.weights[2] <= 0 or self.device.type == "meta":
             return 0
-        folder = self._weight_folder(self._open_checkpoint())
+        folder = self._weight_folder(self.checkpoint())
         homes = place_weights(self.config, self.policy.percent.weights)
         places = weight_places(self.config, self.dtype, self.platform.matrix_layout)
         on_disk = {name: place for name, place in places.items() if homes[name] == "disk"}
         return 0 if folder is None else folder.present_bytes(on_disk)
 
-    def _open_checkpoint(self) -> Checkpoint | None:
+    def checkpoint(self) -> Checkpoint | None:
         """The checkpoint, checked; None where weights are made up or none are needed."""
         if self.uses_dummy_weights or self.folder is None or self.device.type == "meta":
             return None
@@ -250,15 +246,17 @@ class LLM:
         """Loads the weights, if they are not. `progress` is told how many bytes have just been placed."""
         if self.runtime is None:
             started = time.perf_counter()
-            checkpoint = self._open_checkpoint()
+            checkpoint = self.checkpoint()
             self.unused_keys = () if checkpoint is None else checkpoint.unused
-            runtime = Runtime(self.config, self.dtype, self.policy, self.platform, self._weight_folder(checkpoint))
+            folder = self._weight_folder(checkpoint)
+            runtime = Runtime(self.config, self.dtype, self.policy, self.platform, folder)
             try:
                 runtime.load(self._weight_source(checkpoint), progress)
             except BaseException:
                 runtime.close()
                 raise
             self.runtime = runtime
+            self.notes += [] if folder is None else folder.notes()
             self.load_s = time.perf_counter() - started
         return self.runtime
 
@@ -280,14 +278,11 @@ class LLM:
         return dummy_source(self.config, self.seed, self.dtype, self.device)
 
     def _weight_folder(self, checkpoint: Checkpoint | None) -> WeightFolder | None:
-        """Where this model's weights are kept on disk, named by everything that they depend on."""
-        if self.policy.percent.weights[2] <= 0 or self.device.type == "meta":
+        """Where this model's weights are kept on disk; None where none are needed."""
+        if self.device.type == "meta":
             return None
-        origin = f"dummy {self.config} {self.seed} {self.device.type}" if checkpoint is None else checkpoint.identity()
-        return WeightFolder(
-            Path(DEFAULT_WEIGHT_CACHE).expanduser()
-            / cache_key(origin, self.dtype, self.platform.matrix_layout.name, WEIGHT_LAYOUT)
-        )
+        layout = self.platform.matrix_layout.name
+        return weight_folder(self.config, checkpoint, self.seed, self.device.type, self.dtype, layout)
 
     def dry_run(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> None:
         """Walks prefill, the first two decode steps and the last, for one block on a device without memory."""
@@ -302,26 +297,67 @@ class LLM:
         engine.walk(PromptBlock(ids, torch.zeros(rows, dtype=torch.int64)), steps, NoChoice())
 
     def stream(
+        self, requests: Iterable[Request], params: SamplingParams, prompt_len: int, num_prompts: int | None = None
+    ) -> Iterator[GenerationOutput]:
+        """Yields outputs in the order of the requests, a block at a time. The arguments are those of blocks()."""
+        return itertools.chain.from_iterable(self.blocks(requests, params, prompt_len, num_prompts))
+
+    def blocks(
         self,
         requests: Iterable[Request],
         params: SamplingParams,
         prompt_len: int,
         num_prompts: int | None = None,
         on_tokens: Callable[[int], None] = lambda tokens: None,
-    ) -> Iterator[GenerationOutput]:
-        """Yields outputs in the order of the requests, a block at a time. Requests have been checked.
+        keeper: BlockKeeper | None = None,
+    ) -> Iterator[list[GenerationOutput]]:
+        """Yields the outputs of a block at a time, in the order of the requests. Requests have been checked.
 
         Args:
             prompt_len: the longest prompt; with max_new_tokens it sizes the KV cache of the whole run.
             num_prompts: how many requests there are, if known.
             on_tokens: told how many tokens have just been generated.
+            keeper: saves blocks between their steps.
         """
         self.check_plan(params, prompt_len, num_prompts)
         self.totals = RunTotals()
-        self._engine = engine = self.load().engine(self._run_sizes(params, prompt_len, num_prompts))
+        sizes = self._run_sizes(params, prompt_len, num_prompts)
         source = iter(requests)
         while block := list(itertools.islice(source, self.policy.block_rows)):
-            yield from self._run_block(engine, block, params, on_tokens)
+            yield self._serve(block, params, sizes, on_tokens, keeper or KeepsNothing())
+
+    def _serve(
+        self,
+        block: Sequence[Request],
+        params: SamplingParams,
+        sizes: RunSizes,
+        on_tokens: Callable[[int], None],
+        keeper: BlockKeeper,
+    ) -> list[GenerationOutput]:
+        """A block's outputs. Where the device runs out of memory, smaller sub-batches are tried, once in a run."""
+        try:
+            self._engine = self.load().engine(sizes)
+            return generate_block(self._engine, block, params, self.tokenizer, on_tokens, keeper, self.totals)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).split("\n", 1)[0] or "no memory left"
+        # Outside of the handler: inside it, the memory of the failed attempt is still referred to.
+        self._step_down(reason, sizes)
+        return self._serve(block, params, sizes, on_tokens, keeper)
+
+    def _step_down(self, reason: str, sizes: RunSizes) -> None:
+        """Cuts the same block into smaller sub-batches. Raises RuntimeError if that has been done or cannot be."""
+        self.close()
+        asked, smaller = self.policy, smaller_sub_batches(self.policy)
+        failed = f"{OUT_OF_MEMORY} with --gpu-batch-size {asked.gpu_batch_size} ({reason})"
+        if smaller is None or any(note.startswith(OUT_OF_MEMORY) for note in self.notes):
+            raise RuntimeError(f"{failed}. {lighter_plan(self.config, self.dtype, asked, self.platform, sizes)}")
+        self.policy = smaller
+        self.notes.append(
+            f"{failed}; going on with --gpu-batch-size {smaller.gpu_batch_size} --num-gpu-batches"
+            f" {smaller.num_gpu_batches} --decode-batch-size {smaller.group_rows}"
+        )
 
     def random_requests(self, prompt_len: int, num_prompts: int) -> Iterator[Request]:
         """Prompts of random token ids, special tokens left out: for measuring speed."""
@@ -353,29 +389,6 @@ class LLM:
         units = unit_shapes(self.config, full, self.policy, self._block_rows(num_prompts))
         return self.config.num_hidden_layers * sum(unit.kv_bytes(self.dtype.itemsize) for unit in units)
 
-    def _run_block(
-        self, engine: Engine, block: list[Request], params: SamplingParams, on_tokens: Callable[[int], None]
-    ) -> Iterator[GenerationOutput]:
-        filler = self.config.filler_token_id
-        sampler = Sampler(block, params, self.config.eos_token_ids, filler, self.tokenizer, on_tokens)
-        prompts = pad_prompts([request.prompt_ids for request in block], filler)
-        times = engine.run(prompts, params.max_new_tokens, sampler)
-        self.totals.prefill_s += times.prefill_s
-        self.totals.decode_s += times.decode_s
-        self.totals.step_s.append(times.step_s)
-        for phase, work in times.work.items():
-            self.totals.work[phase].add(work)
-        heads = self.config.num_hidden_layers * self.config.num_attention_heads
-        for row, request in enumerate(block):
-            output = sampler.output(row, request)
-            # The last token is never fed back, so it never enters the cache.
-            entered = len(request.prompt_ids) + len(output.token_ids) - 1
-            self.totals.evictions += heads * max(0, entered - engine.kv.rule.slots)
-            self.totals.num_prompts += 1
-            self.totals.prompt_tokens += len(request.prompt_ids)
-            self.totals.generated_tokens += len(output.token_ids)
-            yield output
-
     def _block_rows(self, num_prompts: int | None) -> int:
         rows = self.policy.block_rows
         return rows if num_prompts is None else max(1, min(rows, num_prompts))
@@ -383,16 +396,3 @@ class LLM:
     def _run_sizes(self, params: SamplingParams, prompt_len: int, num_prompts: int | None) -> RunSizes:
         rule = self.rule(prompt_len, params.max_new_tokens)
         return RunSizes(rule, self._block_rows(num_prompts), prompt_len)
-
-
-def _as_ids(prompt: object) -> list[int]:
-    """A sequence of token ids as a list. Raises ValueError if it is something else."""
-    if hasattr(prompt, "tolist"):  # a tensor or an array
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
-        raise ValueError(f"prompt is {type(prompt).__name__}; it must be text or a sequence of token ids")
-    ids = list(prompt)
-    wrong = [token for token in ids if not isinstance(token, Integral) or isinstance(token, bool)]
-    if wrong:
-        raise ValueError(f"prompt holds {wrong[0]!r} where a token id is expected")
-    return [int(token) for token in ids]

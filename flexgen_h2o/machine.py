@@ -60,9 +60,9 @@ def process_baseline(dtype: torch.dtype) -> int:
     shape = (128, 128)
     weight = torch.ones(shape, dtype=dtype)
     layout = best_layout(weight.device, dtype, [shape])
-    storage = torch.empty(layout.storage_shape(shape, dtype), dtype=dtype)
+    storage = torch.empty(layout.storage(shape, dtype).shape, dtype=dtype)
     layout.encode(storage, weight)
-    matrix = layout.matrix(storage, shape)
+    matrix = layout.matrix(storage, shape, dtype, torch.empty(layout.buffer_bytes([shape], dtype), dtype=torch.uint8))
     for rows in (1, 8, 512):
         x = torch.ones(rows, shape[1], dtype=dtype)
         matrix.product(x, weight[0], torch.empty_like(x)).float().softmax(dim=-1)

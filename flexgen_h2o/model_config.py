@@ -40,6 +40,11 @@ def is_matrix(name: str) -> bool:
     return name.endswith(("_proj.weight", "fc1.weight", "fc2.weight")) or name in OUTER_MATRICES
 
 
+def is_table(name: str) -> bool:
+    """Whether a parameter is two-dimensional and only looked up."""
+    return name == "embed_positions.weight"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything about a model that its config.json says and the engine needs. Field names are transformers'."""
@@ -120,6 +125,10 @@ class ModelConfig:
         shapes = {**self.outer_shapes(), **self.layer_shapes()}
         return {(shape[0], shape[1]) for name, shape in shapes.items() if is_matrix(name)}
 
+    def table_shapes(self) -> set[tuple[int, int]]:
+        """Shapes of what is two-dimensional and only looked up."""
+        return {(shape[0], shape[1]) for name, shape in self.outer_shapes().items() if is_table(name)}
+
     def shapes(self) -> Shapes:
         """Every parameter of the model, by its name relative to the decoder."""
         per_layer = self.layer_shapes()
@@ -166,12 +175,16 @@ def from_folder(folder: Path) -> ModelConfig:
         raise UsageError(
             f"{folder} has no config.json; --model takes a folder in Hugging Face format or a name such as opt-125m"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path} holds {type(values).__name__} where an object of settings is expected")
     return from_dict(values, name=folder.resolve().name, source=str(path))
 
+
+# Beyond any model there is; a file that asks for more is broken, and would take memory before that is noticed.
+MOST_LAYERS, MOST_SIZE = 10_000, 10**8
+MOST_LETTERS = 80  # of a value, in messages
 
 _SIZES = (
     "vocab_size",
@@ -184,20 +197,27 @@ _SIZES = (
 _SWITCHES = ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine", "tie_word_embeddings")
 
 
+def _shown(value: object) -> str:
+    """A value of a file, for a message."""
+    return repr(value)[:MOST_LETTERS]
+
+
 def from_dict(values: dict[str, Any], name: str, source: str = "config") -> ModelConfig:
     """The configuration that a parsed config.json describes. Raises UsageError with every mistake found in it."""
     problems = []
     model_type = values.get("model_type", "opt")
     if model_type != "opt":
-        problems.append(f"{source}: model_type is {model_type!r}; only 'opt' models are supported")
+        problems.append(f"{source}: model_type is {_shown(model_type)}; only 'opt' models are supported")
     found: dict[str, Any] = {"name": name}
     embed = values.get("word_embed_proj_dim")
     sizes = {key: values.get(key, getattr(ModelConfig, key)) for key in _SIZES}
     if embed is not None:
         sizes["word_embed_proj_dim"] = embed
     for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"{source}: {key} is {value!r}; it must be a whole number of at least 1")
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST_SIZE
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            shown = _shown(value)
+            problems.append(f"{source}: {key} is {shown}; it must be a whole number of at least 1 and at most {most}")
         found[key] = value
     switches = {key: (key, True) for key in _SWITCHES} | {
         "remove_final_layer_norm": ("_remove_final_layer_norm", False)
@@ -205,11 +225,11 @@ def from_dict(values: dict[str, Any], name: str, source: str = "config") -> Mode
     for field, (key, default) in switches.items():
         found[field] = values.get(key, default)
         if not isinstance(found[field], bool):
-            problems.append(f"{source}: {key} is {found[field]!r}; it must be true or false")
+            problems.append(f"{source}: {key} is {_shown(found[field])}; it must be true or false")
     found["activation_function"] = values.get("activation_function", "relu")
     if found["activation_function"] not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        problems.append(f"{source}: activation_function is {found['activation_function']!r}; known ones: {known}")
+        problems.append(f"{source}: activation_function is {_shown(found['activation_function'])}; known ones: {known}")
     found.setdefault("word_embed_proj_dim", found["hidden_size"])
     problems += _read_special_tokens(values, source, found)
     if not problems and found["hidden_size"] % found["num_attention_heads"]:
@@ -232,4 +252,4 @@ def _read_special_tokens(values: dict[str, Any], source: str, found: dict[str, A
     ids = [*eos_ids, found["bos_token_id"], found["pad_token_id"]]
     if all(token is None or (isinstance(token, int) and not isinstance(token, bool)) for token in ids):
         return []
-    return [f"{source}: special token ids {ids} must be whole numbers"]
+    return [f"{source}: special token ids {_shown(ids)} must be whole numbers"]

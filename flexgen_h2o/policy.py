@@ -7,7 +7,7 @@ from fractions import Fraction
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.placement import Percent
 
-EVICTIONS = ("h2o", "full", "local", "sink")
+EVICTIONS = ("h2o", "full", "local", "sink", "smooth")
 DEFAULT_RATIO = "0.1"
 DEFAULT_SINKS = 4
 DEFAULT_GPU_BATCH_SIZE = 32
@@ -26,6 +26,9 @@ class Policy:
         overlap: load what is needed next while computing.
         cpu_cache_compute: decode attention of KV in host memory runs on the CPU, beside a GPU.
         pin_weight: keep weights in host memory pinned, beside a GPU.
+        compress_weight: weights in 4-bit groups, at home and on their way.
+        compress_cache: KV likewise.
+        ring_16bit: with compress_cache, entries are quantised only when they leave the ring.
     """
 
     gpu_batch_size: int = DEFAULT_GPU_BATCH_SIZE
@@ -35,6 +38,14 @@ class Policy:
     overlap: bool = True
     cpu_cache_compute: bool = False
     pin_weight: bool = True
+    compress_weight: bool = False
+    compress_cache: bool = False
+    ring_16bit: bool = False
+
+    @property
+    def cache_in_4_bits(self) -> tuple[bool, bool]:
+        """Whether the heavy region, and the ring, are kept in 4 bits."""
+        return self.compress_cache, self.compress_cache and not self.ring_16bit
 
     @property
     def block_rows(self) -> int:
@@ -70,6 +81,8 @@ class Policy:
             if value is not None and value < 1
         ]
         found += self.percent.problems()
+        if self.ring_16bit and not self.compress_cache:
+            found.append("--ring-16bit means nothing without --compress-cache; add it or leave --ring-16bit out")
         if self.decode_batch_size is None or self.gpu_batch_size < 1 or self.decode_batch_size < 1:
             return found
         if self.decode_batch_size % self.gpu_batch_size:
@@ -120,6 +133,7 @@ class EvictionSpec:
     def _unused_by_policy(self) -> tuple[str, ...]:
         return {
             "h2o": ("sink_size",),
+            "smooth": ("sink_size",),
             "local": ("hh_ratio", "hh_size", "sink_size"),
             "sink": ("hh_ratio", "hh_size"),
             "full": ("hh_ratio", "hh_size", "recent_ratio", "recent_size", "sink_size"),

@@ -11,7 +11,7 @@ from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.placement import TIERS, Percent, Tier
 from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
-from flexgen_h2o.runtime import RunSizes, predict
+from flexgen_h2o.runtime import BASELINE_LINE, RunSizes, predict
 from flexgen_h2o.tiers import Ledger, gb
 
 # Placements to try when the one asked for does not fit, from fast to slow.
@@ -44,6 +44,34 @@ def check_fit(
         return predicted
     way_out = _way_out(config, dtype, policy, platform, sizes)
     raise UsageError(f"{config.name} with --percent {policy.percent} needs {'; and '.join(exceeded)}. {way_out}")
+
+
+def lighter_plan(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> str:
+    """What to do where a plan ran out of memory though it should have fitted: one that takes three quarters."""
+    tier: Tier = "cpu" if platform.joint else "gpu"
+    predicted = predict(config, dtype, policy, platform, sizes)
+    given_up = (predicted.peak(tier) - predicted.account(tier).largest.get(BASELINE_LINE, 0)) // 4
+    budget = predicted.peak(tier) - given_up
+    return _way_out(config, dtype, policy, replace(platform, budgets={**platform.budgets, tier: budget}), sizes)
+
+
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether an allocation on the device failed. torch says so in words where there is no accelerator."""
+    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def smaller_sub_batches(policy: Policy) -> Policy | None:
+    """The same block in sub-batches, and decode groups, of half the rows, or of as few as divide them; None of one."""
+    rows = policy.gpu_batch_size
+    if rows == 1:
+        return None
+    parts = next(parts for parts in range(2, rows + 1) if rows % parts == 0)
+    return replace(
+        policy,
+        gpu_batch_size=rows // parts,
+        num_gpu_batches=policy.num_gpu_batches * parts,
+        decode_batch_size=policy.group_rows // parts,
+    )
 
 
 def _with_disk_budget(platform: Platform, on_disk_already: int) -> Platform:

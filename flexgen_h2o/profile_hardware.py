@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
 
     from flexgen_h2o.platforms import DEFAULT_OFFLOAD_DIR, choose_device, setting_problems
     from flexgen_h2o.profiling.profile import measure
+    from flexgen_h2o.profiling.quick import nearest_parent
     from flexgen_h2o.profiling.settings import FULL, QUICK
     from flexgen_h2o.records import environment
 
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     name = args.name or default_name(surroundings["machine"], device.type)
     output = Path(args.output) if args.output else default_folder() / f"{slug(name)}.json"
     earlier = read_hardware(output) if output.exists() else None
-    folder = _nearest_parent(Path(DEFAULT_OFFLOAD_DIR)) if args.folder is None else Path(args.folder).expanduser()
+    folder = nearest_parent(Path(DEFAULT_OFFLOAD_DIR)) if args.folder is None else Path(args.folder).expanduser()
     with tqdm(file=sys.stderr, disable=not sys.stderr.isatty(), bar_format="{desc} {percentage:3.0f}% {bar}") as bar:
 
         def advance(title: str, done: int, total: int) -> None:
@@ -73,12 +74,6 @@ def main(argv: list[str]) -> int:
     print(f"written to {output}", file=sys.stderr)
     print(json.dumps(hardware.to_json()) if args.json else summary(hardware))
     return EXIT_OK
-
-
-def _nearest_parent(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    folder = folder.expanduser().resolve()
-    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def _output_problems(args: argparse.Namespace) -> list[str]:

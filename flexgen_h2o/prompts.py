@@ -3,12 +3,16 @@
 import codecs
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from itertools import islice
+from numbers import Integral
+from typing import Any, BinaryIO
 
 JsonScalar = str | int | float | None
 KNOWN_KEYS = ("id", "prompt", "prompt_ids")
+MOST_LINE_BYTES = 2**26
+MOST_NAMED_KEYS, MOST_KEY_LETTERS = 8, 40  # of a line, in messages
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,17 @@ class PromptLine:
     unknown_keys: tuple[str, ...] = ()
 
 
-def read_prompts(file: Iterable[bytes], is_json: bool) -> Iterator[PromptLine]:
-    """Yields a PromptLine for every line that is not blank."""
+def bounded_lines(file: BinaryIO, most: int = MOST_LINE_BYTES) -> Iterator[bytes]:
+    """The lines of a file; of one that is longer than `most` bytes only the first `most` + 1."""
+    while line := file.readline(most + 1):
+        part = line
+        while part and not part.endswith(b"\n"):
+            part = file.readline(most + 1)
+        yield line
+
+
+def read_prompts(file: Iterable[bytes], is_json: bool, most: int = MOST_LINE_BYTES) -> Iterator[PromptLine]:
+    """Yields a PromptLine for every line that is not blank; one of more than `most` bytes is an error."""
     index = 0
     for number, raw in enumerate(file, start=1):
         if number == 1:
@@ -39,12 +52,18 @@ def read_prompts(file: Iterable[bytes], is_json: bool) -> Iterator[PromptLine]:
         if not raw.strip():
             continue
         try:
-            text = raw.decode("utf-8").rstrip("\r\n")
+            text = raw.decode("utf-8").rstrip("\r\n") if len(raw) <= most else None
         except UnicodeDecodeError as error:
             yield PromptLine(number, index, error=f"line is not UTF-8: byte {error.start} is {raw[error.start]:#04x}")
         else:
-            yield _parse(text, number, index) if is_json else PromptLine(number, index, text)
+            yield _line(text, number, index, is_json, most)
         index += 1
+
+
+def _line(text: str | None, number: int, index: int, is_json: bool, most: int) -> PromptLine:
+    if text is None:
+        return PromptLine(number, index, error=f"line has more than {most:,} bytes; no prompt may be longer")
+    return _parse(text, number, index) if is_json else PromptLine(number, index, text)
 
 
 def _parse(text: str, number: int, index: int) -> PromptLine:
@@ -56,8 +75,9 @@ def _parse(text: str, number: int, index: int) -> PromptLine:
         return PromptLine(number, index, error=f"line is {type(values).__name__}, not an object with a prompt")
     identity = values.get("id", index)
     if not _is_identity(identity):
-        return PromptLine(number, index, error=f"id must be a string or a finite number, not {str(identity)[:40]}")
-    unknown = tuple(key for key in values if key not in KNOWN_KEYS)
+        shown = identity if isinstance(identity, float | bool) else type(identity).__name__
+        return PromptLine(number, index, error=f"id must be a string or a finite number, not {shown}")
+    unknown = tuple(key[:MOST_KEY_LETTERS] for key in values if key not in KNOWN_KEYS)[:MOST_NAMED_KEYS]
     prompt, error = _prompt_of(values)
     return PromptLine(number, identity, prompt, error, unknown)
 
@@ -85,9 +105,28 @@ def _prompt_of(values: dict[str, Any]) -> tuple[str | list[int] | None, str | No
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             return None, "prompt_ids must be a list of whole numbers"
         return ids, None
-    return None, f"line has no prompt and no prompt_ids (its keys: {', '.join(values) or 'none'})"
+    return None, f"line has no prompt and no prompt_ids (its keys: {_keys(values)})"
 
 
-def write_line(file: IO[str], values: dict[str, Any]) -> None:
-    """Appends one JSON line. Text that is not valid Unicode is escaped, never lost."""
-    file.write(json.dumps(values) + "\n")
+def _keys(values: dict[str, Any]) -> str:
+    """A few of the keys, for a message."""
+    names = [key[:MOST_KEY_LETTERS] for key in islice(values, MOST_NAMED_KEYS)]
+    return ", ".join([*names, *(["..."] if len(values) > len(names) else [])]) or "none"
+
+
+def json_line(values: dict[str, Any]) -> str:
+    """A JSON line. Text that is not valid Unicode is escaped, never lost."""
+    return json.dumps(values) + "\n"
+
+
+def as_ids(prompt: object) -> list[int]:
+    """A sequence of token ids as a list. Raises ValueError if it is something else."""
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+        raise ValueError(f"prompt is {type(prompt).__name__}; it must be text or a sequence of token ids")
+    ids = list(prompt)
+    wrong = [token for token in ids if not isinstance(token, Integral) or isinstance(token, bool)]
+    if wrong:
+        raise ValueError(f"prompt holds {wrong[0]!r} where a token id is expected")
+    return [int(token) for token in ids]

@@ -37,8 +37,6 @@ def run_report(
     measured = llm.device.type != "meta"
     total_s = totals.prefill_s + totals.decode_s
     rule = llm.rule(prompt_len, params.max_new_tokens)
-    # The first token of each prompt comes from prefill.
-    decoded = totals.generated_tokens - totals.num_prompts
     return {
         "model": llm.config.name,
         "policy": _policy(llm),
@@ -59,7 +57,7 @@ def run_report(
         "decode_s": totals.decode_s if measured else None,
         "total_s": total_s if measured else None,
         "throughput_tok_s": _rate(totals.generated_tokens, total_s),
-        "decode_tok_s": _rate(decoded, totals.decode_s),
+        "decode_tok_s": _rate(totals.decoded_tokens, totals.decode_s),
         "memory": _memory(llm, params, prompt_len, num_prompts),
         "io": {f"{link}_bytes": llm.moved_bytes(link) for link in MOVES},
         "achieved_percent": llm.achieved_percent(),
@@ -87,6 +85,9 @@ def _policy(llm: LLM) -> dict[str, Any]:
         "overlap": llm.policy.overlap,
         "cpu_cache_compute": llm.policy.cpu_cache_compute,
         "pin_weight": llm.policy.pin_weight,
+        "compress_weight": llm.policy.compress_weight,
+        "compress_cache": llm.policy.compress_cache,
+        "ring_16bit": llm.policy.ring_16bit,
     }
 
 

@@ -22,24 +22,31 @@ def main(argv: list[str]) -> int:
     # Loading torch takes a second, which --help and a mistyped flag need not wait for.
     from flexgen_h2o.batch import BatchJob
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.metrics import MetricsFile
+    from flexgen_h2o.profiling.quick import find_or_measure
     from flexgen_h2o.records import machine_name, run_report, summary
+    from flexgen_h2o.results import open_results
+    from flexgen_h2o.resume import stored_policy
     from flexgen_h2o.sampling import SamplingParams
-    from flexgen_h2o.search.hardware import find_hardware
     from flexgen_h2o.timeline import write_trace
 
     params = SamplingParams(**options.params)
-    with LLM(**options.llm) as llm:
+    metrics = None if options.metrics is None else MetricsFile(Path(options.metrics))
+    with (
+        open_results(options.output, options.may_resume, options.restart) as results,
+        LLM(**{**options.llm, **stored_policy(results.stored, options.given_policy)}) as llm,
+    ):
         name = machine_name(llm.device.type)
-        hardware = find_hardware(options.hardware, name)
+        hardware = find_or_measure(options.hardware, name, llm.device, llm.platform.offload_dir or Path())
         if hardware is not None and hardware.name == name and hardware.compute_threads is not None:
             _use_threads(llm, hardware.compute_threads)
         _warn_of_idle_flags(options, llm)
-        job = BatchJob(llm, params, _source(options, llm))
+        job = BatchJob(llm, params, _source(options, llm), results, options.checkpoint_s, metrics)
         sizes = job.measure()
         if llm.device.type == "meta":
             llm.dry_run(params, sizes.prompt_len, sizes.num_prompts)
         else:
-            job.run(sizes, options.output)
+            job.run(sizes)
             _warn(job, llm)
         report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts, hardware)
         if options.trace is not None and llm.runtime is not None:
@@ -98,6 +105,8 @@ def _warn(job: "BatchJob", llm: "LLM") -> None:
             f"note: the texts fit the cache, so {llm.eviction.name} evicted nothing in this run",
             file=sys.stderr,
         )
+    if llm.policy.ring_16bit and not llm.totals.evictions:
+        print("note: with --ring-16bit nothing left the ring in this run, so no entry is in 4 bits", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ from flexgen_h2o.policy import EVICTIONS, EvictionSpec, Policy
 
 # Flags of FlexGen and H2O that this version does not carry out.
 NOT_YET = {
-    "--compress-weight": "weights stay in 16 or 32 bit",
-    "--compress-cache": "the KV cache stays in 16 or 32 bit",
-    "--ring-16bit": "the KV cache stays in 16 or 32 bit",
     "--policy": "sizes are given by flags",
 }
 DEFAULT_GEN_LEN = 32
@@ -26,7 +23,11 @@ DESCRIPTION = "Generates text for a file of prompts, or for random prompts to me
 
 EPILOG = """Ratios are shares of the whole sequence, prompt + generated: 0.1 + 0.1 keeps 20 % of the full cache whatever
 the mix. (In H2O's own code they are shares of the prompt.) exit codes: 0 done; 1 failed while running, or a prompt
-could not be served and --strict was given; 2 unusable arguments, input or plan; 130 interrupted."""
+could not be served and --strict was given; 2 unusable arguments, input or plan; 130 interrupted, 143 terminated.
+
+A job from one file to another survives any interruption: the same command goes on after the last block that was
+written, with the policy that it was begun with. OUTPUT.job keeps how far it has come. Once all prompts are answered the
+command says so and writes nothing, until --restart is given."""
 
 
 FLAGS = {
@@ -40,9 +41,14 @@ FLAGS = {
     "prompts and results": {
         "--input": "FILE.jsonl, FILE.txt (a prompt a line) or - (JSON lines on standard input)",
         "--output": "FILE.jsonl (default: standard output)",
+        "--restart": "begin again, whatever an earlier run has left in --output",
+        "--checkpoint-minutes": "save inside a block too, whenever so many minutes are at risk (default: only between"
+        " blocks)",
+        "--metrics": "FILE.prom for Prometheus metrics, replaced every few seconds",
         "--strict": "exit 1 if any prompt could not be served",
         "--json": "print the report as one JSON object, the last line",
-        "--hardware": "rates to compute limits from: auto (this machine's file, if there is one), a name or FILE",
+        "--hardware": "rates to compute limits from: auto (this machine's file; without one it is measured quickly,"
+        " once), a name or FILE",
         "--trace": "FILE for a trace of what every resource did when, for Perfetto or chrome://tracing",
         "--prompt-len": "longest prompt in tokens (default: the longest of the input)",
         "--gen-len": f"tokens to generate per prompt (default: {DEFAULT_GEN_LEN})",
@@ -62,14 +68,17 @@ FLAGS = {
         "--overlap": "load ahead: true or false (default: true)",
         "--pin-weight": "weights in pinned host memory (default: true)",
         "--cpu-cache-compute": "attention beside KV in host memory (default: false)",
+        "--compress-weight": "weights in 4-bit groups (default: false)",
     },
     "KV cache": {
-        "--eviction": "h2o, full, local or sink (default: h2o)",
+        "--eviction": "h2o, full, local, sink or smooth (default: h2o)",
         "--hh-ratio": "heavy hitters, as a share of prompt + generated (default: 0.1)",
         "--recent-ratio": "recent entries, likewise (default: as --hh-ratio)",
         "--hh-size": "heavy hitters, in entries",
         "--recent-size": "recent entries, in entries",
         "--sink-size": "first tokens kept by --eviction sink (default: 4)",
+        "--compress-cache": "keys and values in 4-bit groups (default: false)",
+        "--ring-16bit": "with --compress-cache, recent entries stay in the compute precision (default: false)",
     },
     "sampling": {
         "--do-sample": "sample instead of taking the likeliest token",
@@ -85,8 +94,10 @@ FLAGS = {
 GIVEN_OR_NOT: dict[str, Any] = {"action": "store_true"}
 TRUE_IF_BARE: dict[str, Any] = {"nargs": "?", "const": "true"}
 KINDS = {  # flags that do not take exactly one value
-    **dict.fromkeys(("--dummy-weights", "--strict", "--json", "--do-sample", "--ignore-eos"), GIVEN_OR_NOT),
+    **dict.fromkeys(("--dummy-weights", "--restart", "--strict", "--json"), GIVEN_OR_NOT),
+    **dict.fromkeys(("--do-sample", "--ignore-eos"), GIVEN_OR_NOT),
     **dict.fromkeys(("--overlap", "--pin-weight", "--cpu-cache-compute"), TRUE_IF_BARE),
+    **dict.fromkeys(("--compress-weight", "--compress-cache", "--ring-16bit"), TRUE_IF_BARE),
     "--percent": {"nargs": "+", "metavar": "N"},
     "--stop-token-ids": {"nargs": "+", "metavar": "ID"},
     "--stop": {"action": "append"},
@@ -119,8 +130,17 @@ class Options:
     json: bool
     hardware: str
     trace: str | None
+    restart: bool
+    checkpoint_s: float | None
+    metrics: str | None
+    given_policy: dict[str, Any]  # fields of Policy that are on the command line
     gpu_only: tuple[str, ...]  # flags given that only matter beside a GPU
     has_fixed_sizes: bool  # the KV buffer's size does not depend on the prompts
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether the job goes from one file to another, so that it can go on after an interruption."""
+        return self.input not in (None, "-") and self.output is not None
 
 
 def read_flags(argv: list[str]) -> Options:
@@ -134,6 +154,7 @@ def read_flags(argv: list[str]) -> Options:
     llm = _llm_arguments(args, flags)
     params = _sampling_arguments(args, flags, llm["seed"])
     _check_files(args, flags)
+    checkpoint_minutes = flags.real("--checkpoint-minutes")
     sizes = ("recent_size",) if llm["eviction"] in ("local", "sink") else ("hh_size", "recent_size")
     options = Options(
         llm=llm,
@@ -145,12 +166,26 @@ def read_flags(argv: list[str]) -> Options:
         json=args.json,
         hardware=args.hardware or "auto",
         trace=args.trace,
+        restart=args.restart,
+        checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
+        metrics=args.metrics,
+        given_policy={
+            field.name: llm[field.name]
+            for field in fields(Policy)
+            if field.name in llm and flags.given("--" + field.name.replace("_", "-"))
+        },
         gpu_only=tuple(flag for flag in ("--pin-weight", "--cpu-cache-compute") if flags.given(flag)),
         has_fixed_sizes=llm["eviction"] != "full" and all(llm[name] is not None for name in sizes),
     )
     if options.input == "-" and not (args.prompt_len or options.has_fixed_sizes):
         instead = {"h2o": ", or --hh-size and --recent-size", "full": ""}.get(llm["eviction"], ", or --recent-size")
         flags.problems.append(f"--input - can be read only once: give --prompt-len{instead}")
+    if not options.may_resume:
+        flags.problems += [
+            f"{flag} means nothing without --input FILE and --output FILE; leave it out"
+            for flag in ("--restart", "--checkpoint-minutes")
+            if flags.given(flag)
+        ]
     if args.path is not None and args.model is None:
         flags.problems.append(f"--path {args.path} means nothing without a name for --model; leave it out")
     _add_deeper_problems(options, flags)
@@ -162,6 +197,7 @@ def read_flags(argv: list[str]) -> Options:
 def _llm_arguments(args: argparse.Namespace, flags: Flags) -> dict[str, Any]:
     """What the model is made with; what was not given is left out where it has a default there."""
     switches = {"overlap": True, "pin_weight": True, "cpu_cache_compute": False}
+    switches |= dict.fromkeys(("compress_weight", "compress_cache", "ring_16bit"), False)
     given = {
         "gpu_batch_size": flags.whole("--gpu-batch-size", 1, MOST_ROWS),
         "num_gpu_batches": flags.whole("--num-gpu-batches", 1, MOST_ROWS),
@@ -226,7 +262,12 @@ def _sampling_arguments(args: argparse.Namespace, flags: Flags, seed: int) -> di
 
 def _check_files(args: argparse.Namespace, flags: Flags) -> None:
     """What can be seen of the input and output files without reading them."""
-    checks = {"--input": _input_problem, "--output": _output_problem, "--trace": _trace_problem}
+    checks = {
+        "--input": _input_problem,
+        "--output": _output_problem,
+        "--trace": lambda args: _unwritable("--trace", Path(args.trace)),
+        "--metrics": lambda args: _unwritable("--metrics", Path(args.metrics)),
+    }
     for flag, check in checks.items():
         if flags.text(flag) is None:
             continue
@@ -257,10 +298,6 @@ def _output_problem(args: argparse.Namespace) -> str | None:
     if args.input not in (None, "-") and output.exists() and Path(args.input).exists() and output.samefile(args.input):
         return f"--output {output} is the input file; give another name"
     return _unwritable("--output", output)
-
-
-def _trace_problem(args: argparse.Namespace) -> str | None:
-    return _unwritable("--trace", Path(args.trace))
 
 
 def _unwritable(flag: str, output: Path) -> str | None:

@@ -14,7 +14,7 @@ from flexgen_h2o.engine import Engine, unit_shapes
 from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.matrices import MatrixLayout
 from flexgen_h2o.kvcache.attention import GPU_PREFILL_LOGITS, prefill_attention_bytes
-from flexgen_h2o.kvcache.buffer import UnitShape
+from flexgen_h2o.kvcache.buffer import QUANTISED_AT_ONCE, UnitShape
 from flexgen_h2o.kvcache.cache import KVCache
 from flexgen_h2o.kvcache.eviction import EvictionRule
 from flexgen_h2o.machine import process_baseline
@@ -27,13 +27,15 @@ from flexgen_h2o.tiers import Ledger, Tiers
 from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.transfer import LINKS, STAGING_BYTES, CudaTransfer, InlineTransfer, ThreadTransfer, Transfer
 from flexgen_h2o.weight_files import WeightFolder
-from flexgen_h2o.weights import Progress, TensorSource, WeightStore
+from flexgen_h2o.weight_sources import TensorSource
+from flexgen_h2o.weights import Progress, WeightStore
 from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
 BASELINE_LINE = "process baseline"
 WORKSPACE_LINE = "workspace"
 PASSING_LINE = "temporaries"
 STAGING_LINE = "pinned staging"
+QUANTISING_BYTES = 20  # that quantising an element takes in passing
 STAGED_BYTES = 2 * STAGING_BYTES * len(LINKS)
 
 
@@ -250,6 +252,9 @@ def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: Run
     travelling = (1 + policy.look_ahead) * hidden if policy.percent.hidden[0] < 1 else 0
     kept = 2 * unit_rows * config.hidden_size * sizes.rule.slots * itemsize
     scores = 4 * unit_rows * config.num_attention_heads * max(sizes.prompt_len, sizes.rule.slots) * 4
+    if policy.compress_cache:
+        row = config.hidden_size * max(sizes.rule.heavy, sizes.rule.recent)
+        kept += max(row, min(unit_rows * row, QUANTISED_AT_ONCE)) * QUANTISING_BYTES
     activation = unit_rows * sizes.prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
     group_rows = max(unit_rows, min(policy.group_rows, sizes.rows))
     products = max(

@@ -60,11 +60,18 @@ class SamplingParams:
             found.append(f"--seed is {self.seed}; it must fit 64 bits")
         if any(not text for text in self.stop):
             found.append("--stop is empty; every text contains it")
+        if any(_is_broken(text) for text in self.stop):
+            found.append("--stop is no text: its bytes are not UTF-8, so nothing that is generated would contain it")
         return found
 
     @property
     def is_greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0 or self.top_k == 1
+
+
+def _is_broken(text: str) -> bool:
+    """Whether a string holds half a surrogate pair, or a byte of a command line that is not UTF-8."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def choose_tokens(logits: Tensor, params: SamplingParams, prompt_indices: Tensor, step: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Text to token ids and back, whatever files a checkpoint folder brings."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -20,15 +21,36 @@ class Tokenizer:
         self._leading_id = leading_id
         self._special_ids = frozenset(backend.all_special_ids)
 
+    def check(self, text: str, most: int) -> None:
+        """Raises ValueError if a text cannot be read, or has more than `most` tokens whatever they are.
+
+        The second is told from its length alone: tokenising millions of letters takes minutes.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt has half a surrogate pair at character {error.start}; no text has that") from None
+        fewest = len(text) // self._longest_token
+        if fewest > most:
+            raise ValueError(
+                f"prompt of {len(text):,} characters has at least {fewest:,} tokens, and the context has {most:,};"
+                " shorten it"
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """The most bytes, and so the most characters, that a token stands for."""
+        return max(len(token.encode(errors="surrogatepass")) for token in self._backend.get_vocab())
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, special tokens at its start included."""
         if self._leading_id is None:
-            return list(self._backend(text).input_ids)
+            return list(self._backend(text, verbose=False).input_ids)
         return [self._leading_id, *self.encode_part(text)]
 
     def encode_part(self, text: str) -> list[int]:
         """Token ids of a piece of text, without special tokens."""
-        return list(self._backend(text, add_special_tokens=False).input_ids)
+        return list(self._backend(text, add_special_tokens=False, verbose=False).input_ids)
 
     def decode(self, ids: list[int]) -> str:
         """Text of generated ids, without special tokens."""
@@ -46,7 +68,7 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
         return None
     try:
         settings = _read_settings(folder / "tokenizer_config.json")
-        backend = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the library raises for a broken file, the file is what is wrong
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error

@@ -15,13 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from flexgen_h2o.direct_io import REQUEST_BYTES, DirectFile, aligned_bytes, write_direct
-from flexgen_h2o.disk import check_space
+from flexgen_h2o.checkpoints import Checkpoint
+from flexgen_h2o.direct_io import REQUEST_BYTES, DirectFile, aligned_bytes, read_direct, write_direct
+from flexgen_h2o.disk import cache_key, check_space, take_space
 from flexgen_h2o.extents import Extent, host_bytes, whole_pages
+from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.platforms import DEFAULT_WEIGHT_CACHE
 
 INDEX, LOCK = "index.json", "lock"
+FILE_VERSION = 3  # of everything here, and of how layouts fill what they ask for
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,29 @@ def lay_out(file: str, sizes: Mapping[str, int]) -> dict[str, WeightPlace]:
     return {name: WeightPlace(file, offsets[name], nbytes) for name, nbytes in sizes.items()}
 
 
+def weight_folder(
+    config: ModelConfig, checkpoint: Checkpoint | None, seed: int, device_type: str, dtype: torch.dtype, layout: str
+) -> "WeightFolder":
+    """Where a model's weights are kept on disk, named by everything that they depend on.
+
+    Args:
+        checkpoint: None for weights that are made up, which depend on `seed` and on the kind of device that makes them.
+        layout: the name of the layout of matrices.
+    """
+    origin = f"dummy {config} {seed} {device_type}" if checkpoint is None else checkpoint.identity()
+    return WeightFolder(Path(DEFAULT_WEIGHT_CACHE).expanduser() / cache_key(origin, dtype, layout, FILE_VERSION))
+
+
 class WeightFolder:
-    """Weights of one checkpoint in one precision and layout."""
+    """Weights of one checkpoint in one precision and layout.
+
+    Attributes:
+        damaged: names of the parameters that were found not to be what was written.
+    """
 
     def __init__(self, path: Path):
         self.path = path
+        self.damaged: set[str] = set()
 
     def reserve(self, places: Mapping[str, WeightPlace]) -> set[str]:
         """Names of the parameters that are not there yet, or are not what was written.
@@ -55,6 +78,7 @@ class WeightFolder:
         """
         index = self._index()
         missing = {name for name, place in places.items() if not self._is_whole(place, index.get(name))}
+        self.damaged |= missing & set(index)
         check_space(self.path, sum(whole_pages(places[name].nbytes) for name in missing), "weights")
         return missing
 
@@ -63,14 +87,44 @@ class WeightFolder:
         index = self._index()
         return sum(whole_pages(place.nbytes) for name, place in places.items() if name in index)
 
+    def notes(self) -> list[str]:
+        """What people should know of it, a sentence each."""
+        if not self.damaged:
+            return []
+        return [f"{len(self.damaged)} parameters in {self.path} were damaged; they are taken from the model anew"]
+
+    def promised(self, places: Mapping[str, WeightPlace]) -> list[str]:
+        """Names of those of the parameters that are there, as the index says."""
+        index = self._index()
+        return [
+            name
+            for name, place in places.items()
+            if index.get(name, [])[:3] == [place.file, place.offset, place.nbytes]
+        ]
+
+    def read(self, name: str, place: WeightPlace, target: Tensor) -> bool:
+        """Reads a parameter, past the page cache; False if it is not what was written.
+
+        Args:
+            target: [whole pages] uint8, in host memory; what follows the parameter in its last page is read too.
+        """
+        noted = self._index().get(name)
+        try:
+            read_direct(target, self.extent(place))
+            is_whole = noted is not None and noted[3] == zlib.crc32(host_bytes(target[: place.nbytes]))
+        except OSError:
+            is_whole = False  # gone, or cut short
+        if not is_whole:
+            self.damaged.add(name)
+        return is_whole
+
     def write(self, name: str, place: WeightPlace, tensor: Tensor) -> None:
         """Writes a parameter from host memory, past the page cache."""
         self.path.mkdir(parents=True, exist_ok=True)
         tensor = tensor.contiguous()
         path = self.path / place.file
         with path.open("ab") as file:
-            if place.nbytes:
-                os.posix_fallocate(file.fileno(), place.offset, whole_pages(place.nbytes))
+            take_space(file, place.offset, whole_pages(place.nbytes))
         write_direct(Extent(path, place.offset, place.nbytes), tensor)
         with path.open("rb") as file:
             os.fdatasync(file.fileno())  # or a crash could leave an index that promises what is not there

@@ -4,76 +4,51 @@ Compute asks for a page: the parameters of one decoder layer, or those outside t
 its home is copied into read buffers on the device, one set more than the look-ahead; they are allocated once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flexgen_h2o.checkpoints import Checkpoint
 from flexgen_h2o.direct_io import aligned_bytes
 from flexgen_h2o.extents import Extent, whole_pages
-from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout
+from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout, Storage
 from flexgen_h2o.layers import Parameters
-from flexgen_h2o.model_config import ModelConfig, Shapes, is_matrix
+from flexgen_h2o.model_config import ModelConfig, Shapes, is_matrix, is_table
 from flexgen_h2o.placement import Tier, WeightHomes, small_first
 from flexgen_h2o.schedule import OUTER, FetchWeights
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load
 from flexgen_h2o.weight_files import WeightFolder, WeightPlace, lay_out
+from flexgen_h2o.weight_sources import TensorSource
 
-# Standard deviation of made-up weights: OPT's own initialisation.
-DUMMY_STD = 0.02
 LEDGER_LINE = "weights"
 READ_LINE = "weight read buffers"
+DECODING_LINE = "weights being decoded"
 
 Progress = Callable[[int], None]  # told how many bytes have just been placed
-TensorSource = Callable[
-    [Sequence[str]], Iterator[tuple[str, Tensor]]
-]  # yields the tensors of the given names, once each
 
 
-def storage_shapes(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> Shapes:
-    """What shape of memory every parameter takes."""
-    return {name: storage_shape(name, shape, dtype, layout) for name, shape in config.shapes().items()}
+def storages(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> dict[str, Storage]:
+    """What memory every parameter takes."""
+    return {name: storage_of(name, shape, dtype, layout) for name, shape in config.shapes().items()}
 
 
-def storage_shape(name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: MatrixLayout) -> tuple[int, ...]:
-    """What shape of memory a parameter of a shape takes; the name may be relative to its layer."""
-    return layout.storage_shape((shape[0], shape[1]), dtype) if is_matrix(name) else shape
+def storage_of(name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: MatrixLayout) -> Storage:
+    """What memory a parameter of a shape takes; the name may be relative to its layer."""
+    own_layout = layout_of(name, layout)
+    return Storage(shape, dtype) if own_layout is None else own_layout.storage((shape[0], shape[1]), dtype)
+
+
+def layout_of(name: str, layout: MatrixLayout) -> MatrixLayout | None:
+    """How a parameter lies where matrices lie in a layout; None for a vector, which is stored as it is."""
+    return layout if is_matrix(name) else layout.tables if is_table(name) else None
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> int:
     """Bytes of all parameters at home."""
-    return dtype.itemsize * sum(map(prod, storage_shapes(config, dtype, layout).values()))
-
-
-def checkpoint_source(checkpoint: Checkpoint) -> TensorSource:
-    """Parameters as stored in a checkpoint."""
-    return lambda names: checkpoint.tensors(frozenset(names))
-
-
-def dummy_source(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
-    """Random parameters: normal with standard deviation 0.02, norm weights around 1.
-
-    Each depends on the seed, its own name and the kind of device that makes it, so that a parameter is the same
-    wherever it is placed.
-    """
-    shapes = config.shapes()
-
-    def make(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            own_seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-            tensor = torch.empty(shapes[name], dtype=dtype, device=device)
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
-            if not tensor.is_meta:
-                tensor.normal_(mean, DUMMY_STD, generator=torch.Generator(device).manual_seed(own_seed))
-            yield name, tensor
-
-    return make
+    return sum(storage.nbytes for storage in storages(config, dtype, layout).values())
 
 
 def weight_places(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> dict[str, WeightPlace]:
@@ -81,12 +56,41 @@ def weight_places(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout)
     places: dict[str, WeightPlace] = {}
     for page in range(OUTER, config.num_hidden_layers):
         shapes = small_first(page_shapes(config, page))
-        sizes = {
-            full_name(page, name): prod(storage_shape(name, shape, dtype, layout)) * dtype.itemsize
-            for name, shape in shapes.items()
-        }
+        sizes = {full_name(page, name): storage_of(name, shape, dtype, layout).nbytes for name, shape in shapes.items()}
         places |= lay_out("outer.bin" if page == OUTER else f"layer-{page}.bin", sizes)
     return places
+
+
+def fill_folder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layout: MatrixLayout,
+    folder: WeightFolder,
+    missing: Container[str],
+    source: TensorSource,
+    progress: Progress,
+) -> None:
+    """Writes those parameters that are missing in a folder. Memory: one tensor, as it is and encoded."""
+    places, shapes = weight_places(config, dtype, layout), storages(config, dtype, layout)
+    for name, tensor in source([name for name in places if name in missing]):
+        folder.write(name, places[name], _encoded(name, tensor, shapes[name], layout))
+        progress(places[name].nbytes)
+
+
+def _encoded(name: str, tensor: Tensor, storage: Storage, layout: MatrixLayout) -> Tensor:
+    """A parameter as it lies in memory, on its way to disk."""
+    target = storage.over(aligned_bytes(storage.nbytes))
+    _encode(name, tensor, target, layout)
+    return target
+
+
+def _encode(name: str, tensor: Tensor, target: Tensor, layout: MatrixLayout) -> None:
+    # A copy even where nothing is converted: the checkpoint's file must not stay mapped.
+    own_layout = layout_of(name, layout)
+    if own_layout is None:
+        target.copy_(tensor)
+    else:
+        own_layout.encode(target, tensor)
 
 
 def page_shapes(config: ModelConfig, page: int) -> Shapes:
@@ -128,7 +132,8 @@ class WeightStore:
         homes: the tier of every parameter.
         look_ahead: pages that are fetched ahead of the one in use.
         layout: how matrices lie, at home and in the buffers.
-        folder: files for what lives on disk; None where nothing does, or nothing is written (meta).
+        folder: files for what lives on disk. What is in them already is read from there whatever its home is. None
+            where nothing is read or written (meta).
         pin: beside a GPU, keep what lives in host memory in pinned memory.
     """
 
@@ -157,16 +162,29 @@ class WeightStore:
         self._pages: dict[int, Parameters] = {}  # those that have been asked for
         self._disk_bytes = 0
         self._allocated: list[tuple[Stored, str]] = []
+        self._decoding_buffer = torch.empty(0, dtype=torch.uint8)
         self._outer_buffer = ReadBuffer()
         self._layer_buffers: list[ReadBuffer] = []
         self._places = weight_places(config, dtype, layout)
+        self._shapes = config.shapes()
+        self._storages = storages(config, dtype, layout)
         try:
             if tiers.device.type != "meta":
                 layout.prepare(config.matrix_shapes(), dtype)
+            self._decoding_buffer = self._make_decoding_buffer()
             self._make_buffers(look_ahead + 1)
         except BaseException:
             self.close()
             raise
+
+    def _make_decoding_buffer(self) -> Tensor:
+        """What the layout works in, for all matrices and tables."""
+        shapes = self.config.matrix_shapes(), self.config.table_shapes()
+        layouts = self.layout, self.layout.tables
+        nbytes = max(layout.buffer_bytes(those, self.dtype) for layout, those in zip(layouts, shapes, strict=True))
+        stored = self._tiers.allocate("gpu", DECODING_LINE, (nbytes,), torch.uint8, DECODING_LINE)
+        self._allocated.append((stored, DECODING_LINE))
+        return stored.resident(self._tiers.reachable)
 
     def _make_buffers(self, turns: int) -> None:
         layers = range(self.config.num_hidden_layers)
@@ -185,57 +203,68 @@ class WeightStore:
     def load(self, source: TensorSource, progress: Progress) -> None:
         """Places every parameter. Peak memory is the placed bytes plus one tensor; on its way to disk, plus two.
 
-        What lives on disk and is in the folder already is not read again. Raises OSError if there is no room for it.
+        What is in the folder already is not asked of the source. Raises OSError if there is no room for the rest.
         """
-        shapes = storage_shapes(self.config, self.dtype, self.layout)
         on_disk = {name: self._places[name] for name, tier in self.homes.items() if tier == "disk"}
         disk_bytes = sum(whole_pages(place.nbytes) for place in on_disk.values())
         self._tiers.ledger.charge("disk", LEDGER_LINE, disk_bytes)
         self._disk_bytes = disk_bytes
-        missing = set(on_disk)
+        missing = set(self.homes)
         if self.folder is not None:
-            missing = self.folder.reserve(on_disk)
-        for name in set(on_disk) - missing:
-            self._store_on_disk(name, shapes[name])
-            progress(self._stored[name].nbytes)
-        wanted = [name for name, tier in self.homes.items() if tier != "disk" or name in missing]
-        for name, tensor in source(wanted):
-            self._place(name, tensor, shapes[name])
+            in_memory = {name: place for name, place in self._places.items() if name not in on_disk}
+            missing = self.folder.reserve(on_disk) | set(in_memory)
+            missing -= {name for name in self.folder.promised(in_memory) if self._read_home(name, self.folder)}
+        for name in self.homes:
+            if name not in missing:
+                if name in on_disk:
+                    self._store_on_disk(name)
+                progress(self._stored[name].nbytes)
+        for name, tensor in source([name for name in self.homes if name in missing]):
+            self._place(name, tensor)
             progress(self._stored[name].nbytes)
 
-    def _place(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        """Puts a parameter where it lives, in memory of the given shape."""
-        tier = self.homes[name]
-        if tier == "disk":
+    def _place(self, name: str, tensor: Tensor) -> None:
+        """Puts a parameter where it lives."""
+        if self.homes[name] == "disk":
             if self.folder is not None:
-                encoded = aligned_bytes(prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
-                self._encode(name, encoded, tensor)
+                encoded = _encoded(name, tensor, self._storages[name], self.layout)
                 self.folder.write(name, self._places[name], encoded)
-            self._store_on_disk(name, shape)
-            return
-        stored = self._tiers.allocate(tier, name, shape, self.dtype, LEDGER_LINE, pin=self._pin)
+            self._store_on_disk(name)
+        else:
+            _encode(name, tensor, self._allocate(name), self.layout)
+
+    def _allocate(self, name: str) -> Tensor:
+        """Memory for a parameter at its home, which is not the disk, and whose content compute will see there."""
+        tier, storage = self.homes[name], self._storages[name]
+        stored = self._tiers.allocate(tier, name, storage.shape, storage.dtype, LEDGER_LINE, pin=self._pin)
         self._allocated.append((stored, LEDGER_LINE))
-        assert stored.tensor is not None
-        self._encode(name, stored.tensor, tensor)
         self._stored[name] = stored
         if tier in self._tiers.reachable:
-            self._resident[name] = self._usable(name, stored.resident(self._tiers.reachable), tuple(tensor.shape))
+            self._resident[name] = self._usable(name, stored.resident(self._tiers.reachable))
+        assert stored.tensor is not None
+        return stored.tensor
 
-    def _encode(self, name: str, storage: Tensor, tensor: Tensor) -> None:
-        # A copy even where nothing is converted: the checkpoint's file must not stay mapped.
-        if is_matrix(name):
-            self.layout.encode(storage, tensor)
-        else:
-            storage.copy_(tensor)
+    def _read_home(self, name: str, folder: WeightFolder) -> bool:
+        """Fills a parameter's home in memory from the folder; False if what is there is not what was written."""
+        place = self._places[name]
+        passing = aligned_bytes(whole_pages(place.nbytes))
+        if not folder.read(name, place, passing):
+            return False
+        self._allocate(name).copy_(self._storages[name].over(passing[: place.nbytes]))
+        return True
 
-    def _usable(self, name: str, storage: Tensor, shape: tuple[int, ...]) -> Tensor | Matrix:
+    def _usable(self, name: str, storage: Tensor) -> Tensor | Matrix:
         """A parameter as compute takes it, in memory on the device."""
-        return self.layout.matrix(storage, (shape[0], shape[1])) if is_matrix(name) else storage
+        layout, shape = layout_of(name, self.layout), self._shapes[name]
+        if layout is None:
+            return storage
+        return layout.matrix(storage, (shape[0], shape[1]), self.dtype, self._decoding_buffer)
 
-    def _store_on_disk(self, name: str, shape: tuple[int, ...]) -> None:
+    def _store_on_disk(self, name: str) -> None:
         place, folder = self._places[name], self.folder
         extent = Extent(Path(), place.offset, whole_pages(place.nbytes)) if folder is None else folder.extent(place)
-        self._stored[name] = Stored(name, "disk", shape, self.dtype, extent=extent)
+        storage = self._storages[name]
+        self._stored[name] = Stored(name, "disk", storage.shape, storage.dtype, extent=extent)
 
     def fetch(self, page: int) -> None:
         """Starts to bring a page to the device, as far as it is not there."""
@@ -299,6 +328,7 @@ class WeightStore:
             self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
         self._allocated, self._stored, self._resident, self._pages = [], {}, {}, {}
         self._layer_buffers, self._outer_buffer = [], ReadBuffer()
+        self._decoding_buffer = torch.empty(0, dtype=torch.uint8)
         self._disk_bytes = 0
 
     def _buffer(self, page: int) -> ReadBuffer:
@@ -323,9 +353,10 @@ class WeightStore:
         storage: dict[str, Tensor] = {}
         parameters: dict[str, Tensor | Matrix] = {}
         for name, place in places.items():
-            part = memory[place.offset - start : place.offset - start + place.nbytes].view(self.dtype)
-            storage[name] = part.view(storage_shape(name, shapes[name], self.dtype, self.layout))
-            parameters[name] = self._usable(name, storage[name], shapes[name])
+            of_page = full_name(pages[0], name)
+            part = memory[place.offset - start : place.offset - start + place.nbytes]
+            storage[name] = self._storages[of_page].over(part)
+            parameters[name] = self._usable(of_page, storage[name])
         return ReadBuffer(memory, start, storage, parameters)
 
 

@@ -22,16 +22,11 @@ from flexgen_h2o.bench.checkpoint import published_checkpoint
 from flexgen_h2o.bench.peers import PeerJob, alternate
 from flexgen_h2o.direct_io import DirectFile, aligned_bytes
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.model_config import ModelConfig, published
-from flexgen_h2o.placement import Percent, place_weights
-from flexgen_h2o.platforms import DTYPES, choose_device
-from flexgen_h2o.policy import EvictionSpec
+from flexgen_h2o.model_config import published
+from flexgen_h2o.platforms import DTYPES
 from flexgen_h2o.records import append_record, machine_name
-from flexgen_h2o.schedule import cut_block
 from flexgen_h2o.search.hardware import find_hardware
-from flexgen_h2o.search.limits import PhaseWork, decode_work, prefill_flops, resource_seconds
-from flexgen_h2o.weights import weight_places
+from flexgen_h2o.search.limits import PhaseWork, resource_seconds
 
 RESULTS = Path(__file__).parent.parent / "results"
 ON_DISK = {"percent": [0, 0, 100, 0, 100, 0]}
@@ -45,7 +40,7 @@ def main() -> None:
     for name, job, row in zip(jobs, jobs.values(), rows, strict=True):
         row["name"] = name
         is_ours = row["status"] == "ok" and job.engine == "flexgen_h2o"
-        row["limit"] = limits(job, args, row["details"]["weight_folder"]) if is_ours else None
+        row["limit"] = limits(job, args, row) if is_ours else None
         print(name, row["status"], row["sentence"], row["median"], row["limit"], sep="; ", flush=True)
     ratios = paired_ratios(rows)
     print(f"throughput against {rows[0]['name']}: {ratios}")
@@ -68,6 +63,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--batch", type=int, help="of all engines (memory: 32), or of this one (capped: 192)")
     parser.add_argument("--unit", type=int, default=16, help="rows of this engine's prefill sub-batches (capped)")
+    parser.add_argument(
+        "--compressed-batch", type=int, help="also this engine in 4 bits, all in memory, at this batch (capped)"
+    )
     parser.add_argument("--prompt-len", type=int)
     parser.add_argument("--gen-len", type=int)
     parser.add_argument("--memory", default="1500M", help="memory limit (capped)")
@@ -79,7 +77,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     in_memory = args.set == "memory"
-    args.batch = args.batch or (32 if in_memory else 192)
+    args.batch = (32 if in_memory else 192) if args.batch is None else args.batch
     args.prompt_len = args.prompt_len or (128 if in_memory else 64)
     args.gen_len = args.gen_len or (16 if in_memory else 32)
     args.peers = args.peers or ("transformers,vllm" if in_memory else "deepspeed_nvme@8,accelerate_disk@1")
@@ -96,13 +94,21 @@ def memory_jobs(args: argparse.Namespace) -> dict[str, PeerJob]:
 def capped_jobs(args: argparse.Namespace) -> dict[str, PeerJob]:
     """Each at its own batch, with the weights on disk."""
     smaller = {"memory_limit": args.memory, "disk_read_limit": args.disk_read}
-    units = -(-args.batch // args.unit)
-    ours = {**ON_DISK, "eviction": "h2o", "gpu_batch_size": args.unit, "num_gpu_batches": units}
     jobs = {}
     for peer in filter(None, args.peers.split(",")):
         engine, _, batch = peer.partition("@")
         jobs[engine] = job(args, engine, int(batch or 1), **smaller)
-    return {**jobs, "flexgen_h2o, h2o 20 %": job(args, "flexgen_h2o", args.batch, ours, **smaller)}
+    if args.batch:
+        jobs["flexgen_h2o, h2o 20 %"] = job(args, "flexgen_h2o", args.batch, ON_DISK | cut(args, args.batch), **smaller)
+    if args.compressed_batch:
+        ours = cut(args, args.compressed_batch) | {"compress_weight": True, "compress_cache": True}
+        jobs["flexgen_h2o, h2o 20 %, 4 bits"] = job(args, "flexgen_h2o", args.compressed_batch, ours, **smaller)
+    return jobs
+
+
+def cut(args: argparse.Namespace, batch: int) -> dict[str, Any]:
+    """This engine's options for a block of `batch` rows."""
+    return {"eviction": "h2o", "gpu_batch_size": args.unit, "num_gpu_batches": -(-batch // args.unit)}
 
 
 def job(
@@ -117,23 +123,28 @@ def job(
     )
 
 
-def limits(one: PeerJob, args: argparse.Namespace, weight_folder: str | None) -> dict[str, Any] | None:
-    """Seconds that each phase would take of every resource at its rate alone; None without a hardware file.
+def limits(one: PeerJob, args: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
+    """Seconds that each phase would take of every resource at its rate alone, or the reason why there are none.
 
     The disk's rate is that of a plain read of the same files, here and now.
     """
+    try:
+        return _limits(one, args, row)
+    except (UsageError, OSError) as error:  # the measurement itself must not be lost
+        return {"reason": str(error)}
+
+
+def _limits(one: PeerJob, args: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     hardware = find_hardware("auto", machine_name("cpu"))
     if hardware is None:
-        return None
-    config = published(args.model)
+        return {"reason": "no hardware file: python -m flexgen_h2o.profile_hardware makes one"}
+    head_dim, weight_folder = published(args.model).head_dim, row["details"]["weight_folder"]
     found: dict[str, Any] = {"hardware": hardware.name}
     if weight_folder is not None:
         found["plain_read_bytes_s"] = plain_read_rate(Path(weight_folder))
-    for phase, work in phase_work(one, config, args).items():
-        try:
-            seconds = resource_seconds(work, hardware, one.dtype, config.head_dim)
-        except UsageError as error:  # the measurement itself must not be lost
-            return {"reason": str(error)}
+    for phase, counted in row["repeats"][-1]["work"].items():
+        work = PhaseWork.from_json(counted)
+        seconds = resource_seconds(work, hardware, one.dtype, head_dim)
         if "disk_read" in seconds:
             cap = in_bytes(args.disk_read) if args.disk_read else math.inf
             seconds["disk_read"] = work.moved["disk_read"] / min(cap, found["plain_read_bytes_s"])
@@ -162,30 +173,6 @@ def plain_read_rate(folder: Path, trials: int = 5) -> float:
 def in_bytes(amount: str) -> float:
     """A number with K, M or G, as scripts/limit.sh takes it."""
     return float(amount.rstrip("KMG")) * UNITS.get(amount[-1], 1)
-
-
-def phase_work(one: PeerJob, config: ModelConfig, args: argparse.Namespace) -> dict[str, PhaseWork]:
-    """Counted work: products, KV, and the weights that have to come from disk in every pass."""
-    unit = int(one.options.get("gpu_batch_size", one.batch))
-    shape = cut_block(one.batch, unit, -(-one.batch // unit) * unit)
-    rows = [group.rows.stop - group.rows.start for group in shape.prefill_groups]
-    spec = EvictionSpec(one.options.get("eviction", "h2o"))
-    slots = spec.sizes(one.prompt_len + one.gen_len)
-    columns = range(one.prompt_len + 1, one.prompt_len + one.gen_len)
-    prefill = PhaseWork(prefill_flops(config, rows, one.prompt_len))
-    decode = decode_work(config, [one.batch], slots, columns, DTYPES[one.dtype].itemsize)
-    streamed = layer_bytes_on_disk(one, config)
-    prefill.moved["disk_read"], decode.moved["disk_read"] = streamed, streamed * (one.gen_len - 1)
-    return {"prefill": prefill, "decode": decode}
-
-
-def layer_bytes_on_disk(one: PeerJob, config: ModelConfig) -> int:
-    """Bytes of the layers' weights that are read from disk in a pass. What lies outside the layers stays in memory."""
-    dtype = DTYPES[one.dtype]
-    layout = best_layout(choose_device("cpu"), dtype, config.matrix_shapes())
-    homes = place_weights(config, Percent(*one.options.get("percent", Percent().values)).weights)
-    places = weight_places(config, dtype, layout)
-    return sum(place.nbytes for name, place in places.items() if homes[name] == "disk" and name.startswith("layers."))
 
 
 def paired_ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -5,8 +5,13 @@
     panels        the engine's layout, multiplied by oneDNN (flexgen_h2o/kernels/matrices.py)
     oneDNN's own  the same product over memory that oneDNN packed and allocated itself
     inductor      torch.compile with freezing, which packs weights for oneDNN too
+    4-bit codes   strips of 4-bit groups, multiplied with the codes (kernels/matrices/quantised_panels.py)
+    4-bit panels  the same, restored to panels
+    4-bit rows    entries of 4-bit groups, restored by torch (kernels/matrices/quantised_rows.py)
+    torch's int4  torch's own product with packed 4-bit groups of 64, for bfloat16
 
-Weights are larger than any cache; the ways take turns. The result goes to results/gemm_layouts.jsonl.
+All ways have the same number of weights, in 16 or 32 bits larger than any cache, and take turns. The result goes to
+results/gemm_layouts.jsonl.
 """
 
 import argparse
@@ -23,12 +28,13 @@ from torch import Tensor, nn
 from flexgen_h2o.bench.attention import take_turns
 from flexgen_h2o.direct_io import aligned_bytes
 from flexgen_h2o.kernels import onednn
-from flexgen_h2o.kernels.matrices import PanelLayout
+from flexgen_h2o.kernels.matrices import MatrixLayout, PanelLayout, QuantisedPanelLayout, QuantisedRowLayout
 from flexgen_h2o.platforms import DTYPES
 from flexgen_h2o.records import append_record
 
 RESULTS = Path(__file__).parent.parent / "results" / "gemm_layouts.jsonl"
 WEIGHT_BYTES = 512 * 2**20
+MOST_CODE_ROWS = 2**20  # that are multiplied with codes here; the engine stops earlier
 Multiply = Callable[[Tensor], Tensor]
 
 
@@ -39,6 +45,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 1024])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", help="those to compare (default: all)")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     dtype, shape = DTYPES[args.dtype], (args.shape[0], args.shape[1])
@@ -47,7 +54,7 @@ def main() -> None:
     bias = torch.randn(shape[0]).to(dtype)
     rows = []
     with torch.inference_mode():
-        ways = make_ways(weights, bias)
+        ways = make_ways(weights, bias, args.ways)
         for threads, count_of_rows in itertools.product(args.threads, args.rows):
             torch.set_num_threads(threads)
             x = torch.randn(count_of_rows, shape[1]).to(dtype)
@@ -59,34 +66,54 @@ def main() -> None:
     append_record(args.output, {"name": "layouts of weights", "command": command, "config": config, "rows": rows})
 
 
-def make_ways(weights: list[Tensor], bias: Tensor) -> dict[str, Iterator[Multiply]]:
+def make_ways(weights: list[Tensor], bias: Tensor, wanted: list[str] | None) -> dict[str, Iterator[Multiply]]:
     """For each way, its products with the weights, taken in turn without end."""
-    transposed = [weight.t().contiguous() for weight in weights]
-    panels, packed = [in_panels(weight) for weight in weights], [onednn.pack(weight) for weight in weights]
-    products: dict[str, list[Multiply]] = {
-        "row-major": [lambda x, w=weight: torch.addmm(bias, x, w.t()) for weight in weights],
-        "transposed": [lambda x, w=weight: torch.addmm(bias, x, w) for weight in transposed],
-        "panels": [lambda x, p=panel: p.product(x, bias, x.new_empty(x.shape[0], p.shape[0])) for panel in panels],
-        "oneDNN's own": [lambda x, p=own: onednn.linear(x, p, bias) for own in packed],
-    }
-    if (compiled := inductor(weights[0], bias)) is not None:
+    makers: dict[str, Callable[[], list[Multiply]]] = {
+        "row-major": lambda: [lambda x, w=weight: torch.addmm(bias, x, w.t()) for weight in weights],
+        "transposed": lambda: [lambda x, w=w: torch.addmm(bias, x, w) for w in (w.t().contiguous() for w in weights)],
+        "panels": lambda: in_layout(PanelLayout(), weights, bias),
+        "oneDNN's own": lambda: [lambda x, p=p: onednn.linear(x, p, bias) for p in map(onednn.pack, weights)],
         # One weight: compiling takes long. It is as large as a quarter of the caches of many processors, so with few
         # rows this way may look better than it is.
-        products["inductor"] = [compiled]
-    return {way: itertools.cycle(all_products) for way, all_products in products.items()}
+        "inductor": lambda: inductor(weights[0], bias),
+        "4-bit codes": lambda: in_layout(QuantisedPanelLayout(code_rows=MOST_CODE_ROWS), weights, bias),
+        "4-bit panels": lambda: in_layout(QuantisedPanelLayout(code_rows=0), weights, bias),
+        "4-bit rows": lambda: in_layout(QuantisedRowLayout(), weights, bias),
+        "torch's int4": lambda: torch_int4(weights, bias),
+    }
+    products = {way: make() for way, make in makers.items() if wanted is None or way in wanted}
+    return {way: itertools.cycle(all_products) for way, all_products in products.items() if all_products}
 
 
-def in_panels(weight: Tensor):
-    """The engine's matrix, in the engine's kind of memory."""
-    layout, shape = PanelLayout(), (weight.shape[0], weight.shape[1])
-    in_memory = layout.storage_shape(shape, weight.dtype)
-    storage = aligned_bytes(torch.Size(in_memory).numel() * weight.itemsize).view(weight.dtype).view(in_memory)
-    layout.encode(storage, weight)
-    return layout.matrix(storage, shape)
+def in_layout(layout: MatrixLayout, weights: list[Tensor], bias: Tensor) -> list[Multiply]:
+    """Products with the engine's matrices, in the engine's kind of memory."""
+    shape, dtype = (weights[0].shape[0], weights[0].shape[1]), weights[0].dtype
+    in_memory, buffer = layout.storage(shape, dtype), aligned_bytes(layout.buffer_bytes([shape], dtype))
+    layout.prepare([shape], dtype)
+    products = []
+    for weight in weights:
+        storage = in_memory.over(aligned_bytes(in_memory.nbytes))
+        layout.encode(storage, weight)
+        matrix = layout.matrix(storage, shape, dtype, buffer)
+        products.append(lambda x, m=matrix: m.product(x, bias, x.new_empty(x.shape[0], m.shape[0])))
+    return products
 
 
-def inductor(weight: Tensor, bias: Tensor) -> Multiply | None:
-    """The product as torch.compile makes it; None where it cannot compile."""
+def torch_int4(weights: list[Tensor], bias: Tensor) -> list[Multiply]:
+    """Products of torch's packed 4-bit groups; none where it does not offer them. Random codes are as good as any."""
+    aten, (out, inputs) = torch.ops.aten, weights[0].shape
+    if weights[0].dtype != torch.bfloat16 or not hasattr(aten, "_weight_int4pack_mm_for_cpu"):
+        return []
+    products = []
+    for _ in weights:
+        packed = aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (out, inputs), dtype=torch.int32), 1)
+        ranges = torch.randn(inputs // 64, out, 2).to(torch.bfloat16)
+        products.append(lambda x, p=packed, r=ranges: aten._weight_int4pack_mm_for_cpu(x, p, 64, r).add_(bias))
+    return products
+
+
+def inductor(weight: Tensor, bias: Tensor) -> list[Multiply]:
+    """The product as torch.compile makes it; none where it cannot compile."""
     import torch._dynamo.config
     import torch._inductor.config
 
@@ -99,8 +126,8 @@ def inductor(weight: Tensor, bias: Tensor) -> Multiply | None:
         compiled(torch.zeros(1, weight.shape[1], dtype=weight.dtype))
     except Exception as error:  # whatever keeps it from compiling is the answer
         print(f"inductor: {str(error).splitlines()[0]}", file=sys.stderr)
-        return None
-    return compiled
+        return []
+    return [compiled]
 
 
 def measure(ways: dict[str, Iterator[Multiply]], x: Tensor, shape: tuple[int, int], trials: int) -> dict[str, float]:

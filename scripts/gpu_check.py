@@ -1,7 +1,7 @@
 """Tests and measures what only a GPU decides; scripts/gpu_check.sh runs it.
 
 profile       rates of the GPU, its links, memory and disk (profile_hardware --quick)
-correctness   float16 on CUDA against float32 on the CPU, tiny models, every home (tests/test_cuda.py)
+correctness   float16 on CUDA against float32 on the CPU, tiny models, every home; Triton's kernels against torch
 resident      opt-6.7b shape, all on the GPU: full cache and H2O 20 %
 offload       opt-30b shape, weights in host memory, 16 GB of GPU: full cache and H2O 20 %, 8 tokens
 """
@@ -33,7 +33,8 @@ RUNS = {
 
 def correctness() -> dict[str, Any]:
     """The tests that need a GPU; their closing line."""
-    command = [sys.executable, "-m", "pytest", "tests/test_cuda.py", "-q", "-p", "no:cacheprovider"]
+    tests = ["tests/test_cuda.py", "tests/kernels/test_triton.py"]
+    command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-3000:], done.stderr[-1000:])
     summary = done.stdout.strip().split("\n")[-1]

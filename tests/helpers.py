@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexgen_h2o.engine import BlockTimes, Engine, PromptBlock, pad_prompts
+from flexgen_h2o.block_work import PromptBlock, pad_prompts
+from flexgen_h2o.engine import BlockTimes, Engine
 from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.buffer import KVBuffer
 from flexgen_h2o.kvcache.eviction import EvictionRule
@@ -21,7 +22,8 @@ from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import RunSizes, Runtime
 from flexgen_h2o.schedule import OUTER
-from flexgen_h2o.weights import Progress, TensorSource
+from flexgen_h2o.weight_sources import TensorSource
+from flexgen_h2o.weights import Progress
 from flexgen_h2o.workspace import Workspace
 
 IN_MEMORY = Platform(torch.device("cpu"))
@@ -82,7 +84,7 @@ class TinyOpt:
 
     def engine(self, rule: EvictionRule, policy: Policy, rows: int) -> Engine:
         """An engine with everything in memory."""
-        dtype = self.weights.outer.tensors["embed_positions.weight"].dtype
+        dtype = dense(self.weights.outer)["embed_positions.weight"].dtype
         layout = best_layout(IN_MEMORY.device, dtype, self.config.matrix_shapes())
         runtime = Runtime(self.config, dtype, policy, replace(IN_MEMORY, matrix_layout=layout))
         runtime.load(self.source(), lambda nbytes: None)

@@ -109,16 +109,17 @@ class Case:
         return random_forced(self.tiny.config, len(self.block.lengths), steps)
 
 
-def layout_of(tiny: TinyOpt) -> MatrixLayout:
+def layout_of(tiny: TinyOpt, compressed: bool = False) -> MatrixLayout:
     """How matrices lie in these runs: as they would without a GPU."""
-    return best_layout(CPU, torch.float32, tiny.config.matrix_shapes())
+    return best_layout(CPU, torch.float32, tiny.config.matrix_shapes(), compressed)
 
 
 @contextmanager
 def opened(case: Case, folder: Path, budgets: dict[Tier, int | None] | None = None) -> Iterator[Runtime]:
     """A runtime with the case's weights loaded; files of runs and of weights go below `folder`."""
-    weight_folder = WeightFolder(folder / "weights" / case.tiny.folder.name)
-    platform = replace(case.backend.platform(folder / "offload", budgets), matrix_layout=layout_of(case.tiny))
+    layout = layout_of(case.tiny, case.policy.compress_weight)
+    weight_folder = WeightFolder(folder / "weights" / case.tiny.folder.name / layout.name)
+    platform = replace(case.backend.platform(folder / "offload", budgets), matrix_layout=layout)
     with Runtime(case.tiny.config, torch.float32, case.policy, platform, weight_folder) as runtime:
         runtime.load(case.tiny.source(), lambda nbytes: None)
         yield runtime

@@ -27,14 +27,19 @@ class ReferenceRule:
     """Which entries a head keeps: `heavy` slots (the sinks, for 'sink') and the last `recent` columns.
 
     'full' keeps everything and ignores both numbers. `decay` multiplies a score before a step's weight comes.
+    `four_bits` says which entries are kept in 4 bits: "none", "all" of them from the moment they are stored, or only
+    the "heavy" ones.
     """
 
     name: str
     heavy: int = 0
     recent: int = 1
     decay: float = 1.0
+    four_bits: str = "none"
 
     def __post_init__(self) -> None:
+        if self.four_bits not in ("none", "all", "heavy"):
+            raise ValueError(f"four_bits is none, all or heavy, not {self.four_bits!r}")
         if self.name not in ("h2o", "full", "local", "sink"):
             raise ValueError(f"unknown rule {self.name!r}")
         if self.name == "full":
@@ -54,6 +59,22 @@ class ReferenceRule:
 
     def is_sink(self, column: int) -> bool:
         return self.name == "sink" and column < self.heavy
+
+
+def to_bfloat16(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32).to(torch.bfloat16))
+
+
+def in_four_bits(vector: torch.Tensor) -> torch.Tensor:
+    """[head_dim] as it comes back from 4-bit groups of 64, scale and minimum in bfloat16 (FlexGen, section 5)."""
+    kept: list[float] = []
+    for start in range(0, len(vector), 64):
+        group = [float(value) for value in vector[start : start + 64].float()]
+        scale, minimum = to_bfloat16((max(group) - min(group)) / 15), to_bfloat16(min(group))
+        for value in group:
+            code = min(15, max(0, round((value - minimum) / scale))) if scale else 0
+            kept.append(minimum + scale * code)
+    return torch.tensor(kept, dtype=vector.dtype)
 
 
 class HeadCache:
@@ -79,6 +100,7 @@ class HeadCache:
         chosen = sorted(ranked[: self.rule.heavy_slots])
         for slot, column in enumerate(chosen):
             self.heavy[slot] = column
+            self.promote(column)
         for column in ranked[self.rule.heavy_slots :]:
             self.forget(column)
 
@@ -89,6 +111,7 @@ class HeadCache:
         leaving = self.ring.pop(0)
         if None in self.heavy:
             self.heavy[self.heavy.index(None)] = leaving  # index finds the lowest free slot
+            self.promote(leaving)
             return
         slot = self.lowest_heavy_slot()
         if slot is None or not self.scores[leaving] > self.scores[self.heavy[slot]]:
@@ -96,6 +119,7 @@ class HeadCache:
             return
         self.forget(self.heavy[slot])
         self.heavy[slot] = leaving
+        self.promote(leaving)
 
     def lowest_heavy_slot(self) -> int | None:
         """The heavy slot with the lowest score, the lower slot if two tie; None without heavy slots."""
@@ -107,9 +131,15 @@ class HeadCache:
 
     def add(self, column: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one entry with the score of a newcomer. key, value: [head_dim]."""
-        self.keys[column] = key
-        self.values[column] = value
+        is_rounded = self.rule.four_bits == "all"
+        self.keys[column] = in_four_bits(key) if is_rounded else key
+        self.values[column] = in_four_bits(value) if is_rounded else value
         self.scores[column] = math.inf if self.rule.is_sink(column) else 0.0
+
+    def promote(self, column: int) -> None:
+        """An entry has moved to a heavy slot."""
+        if self.rule.four_bits == "heavy":
+            self.keys[column], self.values[column] = in_four_bits(self.keys[column]), in_four_bits(self.values[column])
 
     def raise_score(self, column: int, weight: float, decay: float = 1.0) -> None:
         if not self.rule.is_sink(column):  # a sink stays at infinity, and 0 * inf would not be a number

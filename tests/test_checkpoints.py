@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from commands import ids_file, refused, run
 from tiny_models import make_tiny_opt, save_tiny_opt
 
-from flexgen_h2o import checkpoints
-from flexgen_h2o.checkpoints import DEMO_FOLDER, locate_model
+from flexgen_h2o import checkpoints, model_config
+from flexgen_h2o.checkpoints import DEMO_FOLDER, locate_model, open_checkpoint
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.safetensors_header import read_header
 
 WAYS_OUT = ["--model or --path", "network", "--dummy-weights"]
 
@@ -236,3 +238,240 @@ def test_the_folder_in_use_is_never_written_to(tiny_folder: Path, tmp_path: Path
     run("--model", str(tiny_folder), "--gen-len", "2", "--input", ids_file(tmp_path, 3))
     assert {path.name: path.stat().st_mtime_ns for path in tiny_folder.iterdir()} == before
     assert json.loads((tiny_folder / "config.json").read_text())["hidden_size"] == 32
+
+
+# --- files that nobody vouches for ------------------------------------------------------------------------------------
+
+
+def refusal_of(folder: Path) -> str:
+    """The sentences with which a folder's weights are refused."""
+    with pytest.raises(UsageError) as caught:
+        open_checkpoint(folder, model_config.from_folder(folder))
+    assert all(len(problem.splitlines()) == 1 and len(problem) < 1000 for problem in caught.value.problems)
+    return " ".join(caught.value.problems)
+
+
+class Boom:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("kind", ["torch", "plain"])
+def test_a_pickle_that_would_run_code_is_refused(tiny_folder: Path, tmp_path: Path, kind: str, protocol: int) -> None:
+    import torch
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(tiny_folder / "config.json", folder)
+    marker = tmp_path / "it has run"
+    stored = {"model.decoder.embed_tokens.weight": Boom(marker)}
+    if kind == "torch":
+        torch.save(stored, folder / "pytorch_model.bin", pickle_protocol=protocol)
+    else:
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(stored, protocol))
+    assert "pytorch_model.bin cannot be read" in refusal_of(folder)
+    assert not marker.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False) if kind == "torch" else pickle.loads(
+        (folder / "pytorch_model.bin").read_bytes()
+    )
+    assert marker.exists()  # so it would have, without the check
+
+
+@pytest.mark.parametrize("name", ["evil", "tokenizer"])
+def test_code_in_a_model_folder_is_not_run(tiny_folder: Path, tmp_path: Path, name: str) -> None:
+    folder = copy_weights(tiny_folder, tmp_path / "model")
+    for path in DEMO_FOLDER.glob("*token*"):
+        shutil.copy(path, folder)
+    marker = tmp_path / "it has run"
+    (folder / f"{name}.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\nclass EvilFast(Evil): pass\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    auto_map = {"AutoTokenizer": [f"{name}.Evil", f"{name}.EvilFast"]}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "auto_map": auto_map, "tokenizer_class": "Evil"})
+    )
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": f"{name}.Evil", "AutoModelForCausalLM": f"{name}.Evil"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    finished = run("--model", str(folder), "--gen-len", "1", "--input", ids_file(tmp_path, 3))
+    assert finished.code in (0, 2) and "Traceback" not in finished.err
+    assert not marker.exists()
+
+
+@pytest.fixture
+def sharded(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A folder whose index names its one file, and secret weights beside the folder."""
+    folder = copy_weights(tiny_folder, tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", tmp_path / "secret.safetensors")
+    (folder / "model.safetensors").rename(folder / "part-1.safetensors")
+    return folder
+
+
+def write_index(folder: Path, content: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "sub/../../secret.safetensors",
+        "/etc/passwd",
+        "ABSOLUTE",
+        "part-1.bin",
+        "config.json",
+        "",
+        ".",
+        "..",
+        "a\0b.safetensors",
+        "n" * 5000 + ".safetensors",
+        3,
+        None,
+        ["part-1.safetensors"],
+    ],
+)
+def test_an_index_may_name_weight_files_of_its_folder_only(sharded: Path, tmp_path: Path, name: object) -> None:
+    name = str(tmp_path / "secret.safetensors") if name == "ABSOLUTE" else name
+    write_index(sharded, {"weight_map": {"model.decoder.embed_tokens.weight": name}})
+    problem = refusal_of(sharded)
+    assert "index.json" in problem
+    if isinstance(name, str) and "secret" in name:
+        assert "no weight file of its folder" in problem
+
+
+def test_an_index_that_names_its_own_files_is_followed_through_links(sharded: Path, tmp_path: Path) -> None:
+    """As in the Hugging Face cache, where every file of a snapshot is a link to a blob elsewhere."""
+    (tmp_path / "blobs").mkdir()
+    (sharded / "part-1.safetensors").rename(tmp_path / "blobs" / "0abc")
+    (sharded / "part-1.safetensors").symlink_to(tmp_path / "blobs" / "0abc")
+    write_index(sharded, {"weight_map": {"anything": "part-1.safetensors"}})
+    assert open_checkpoint(sharded, model_config.from_folder(sharded)).sources
+
+
+@pytest.mark.parametrize("content", [[], 3, {}, {"weight_map": []}, {"weight_map": None}, {"weight_map": {}}])
+def test_an_index_that_is_none_is_refused(sharded: Path, content: object) -> None:
+    write_index(sharded, content)
+    assert refusal_of(sharded)
+
+
+def test_an_index_nested_without_end_is_refused(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": ' + "[" * 100_000)
+    assert "no index of weight files" in refusal_of(sharded)
+
+
+def with_header(path: Path, change: Callable[[dict[str, Any]], object] | None, length: int | None = None) -> None:
+    """Writes a safetensors file anew with its header changed, its tensors as they were."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    changed = None if change is None else change(header)
+    text = changed if isinstance(changed, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + content[8 + size :])
+
+
+def entry(header: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = header["model.decoder.layers.1.fc1.bias"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h: entry(h).update(data_offsets=[0, 10**15]), "bytes"),
+        (lambda h: entry(h).update(data_offsets=[-4, 508]), "data_offsets"),
+        (lambda h: entry(h).update(data_offsets=[512, 0]), "data_offsets"),
+        (lambda h: entry(h).update(data_offsets=[0]), "data_offsets"),
+        (lambda h: entry(h).update(data_offsets=[0.0, 512.0]), "data_offsets"),
+        (lambda h: entry(h).update(data_offsets="0-512"), "data_offsets"),
+        (lambda h: entry(h).update(data_offsets=[0, 512]), "was expected"),
+        (lambda h: entry(h).update(shape=[2**40, 2**40]), "which its shape"),
+        (lambda h: entry(h).update(shape=[-128]), "shape"),
+        (lambda h: entry(h).update(shape=[True] * 7), "shape"),
+        (lambda h: entry(h).update(shape=[128] + [1] * 100), "shape"),
+        (lambda h: entry(h).update(dtype="F31"), "dtype"),
+        (lambda h: entry(h).update(dtype=["F32"]), "dtype"),
+        (lambda h: entry(h).pop("shape"), "lacks"),
+        (lambda h: h.update(extra={"dtype": "F32", "shape": [], "data_offsets": [0, 4]}), "was expected"),
+        (lambda h: h.update(extra=7), "lacks"),
+        (lambda h: b"[]", "not an object"),
+        (lambda h: b"[" * 100_000, "nested"),
+        (lambda h: b'{"a": 1, "a": 2}', "twice"),
+        (lambda h: b"{", ""),
+        (lambda h: b"\xff", ""),
+        (lambda h: b"", ""),
+    ],
+)
+def test_a_header_is_held_against_the_file(
+    tiny_folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    folder = copy_weights(tiny_folder, tmp_path / "model")
+    with_header(folder / "model.safetensors", change)
+    problem = refusal_of(folder)
+    assert "model.safetensors cannot be read" in problem and words in problem
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**8 + 1, 10**7])
+def test_a_header_longer_than_the_file_is_not_read(tiny_folder: Path, tmp_path: Path, length: int) -> None:
+    folder = copy_weights(tiny_folder, tmp_path / "model")
+    with_header(folder / "model.safetensors", None, length)
+    assert f"would have {length} bytes" in refusal_of(folder)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 5000])
+def test_a_file_of_any_length_is_refused_or_whole(tiny_folder: Path, tmp_path: Path, size: int) -> None:
+    folder = copy_weights(tiny_folder, tmp_path / "model")
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:size])
+    assert "cannot be read" in refusal_of(folder)
+    (folder / "model.safetensors").write_bytes(content + bytes(4))
+    assert "for them" in refusal_of(folder)
+
+
+def test_weights_that_are_no_numbers_with_a_point_are_not_taken(tiny_folder: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = copy_weights(tiny_folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.decoder.layers.1.fc1.bias"
+    save_file({**tensors, name: tensors[name].to(torch.int64)}, folder / "model.safetensors")
+    assert "layers.1.fc1.bias" in refusal_of(folder)
+
+
+def test_headers_say_what_the_library_says(tiny_folder: Path) -> None:
+    from safetensors import safe_open
+
+    path = tiny_folder / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        expected = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    assert {key: tensor.shape for key, tensor in read_header(path).items()} == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_hidden_layers": 10**9},
+        {"vocab_size": 10**12},
+        {"hidden_size": 10**30},
+        {"ffn_dim": "9" * 10_000},
+        {"activation_function": ["relu"]},
+        {"activation_function": {}},
+        {"eos_token_id": {"a": 1}},
+        {"eos_token_id": [[2]]},
+        {"model_type": ["opt"]},
+        {"tie_word_embeddings": "yes" * 10_000},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_config_that_asks_for_the_impossible_is_refused(
+    tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = copy_weights(tiny_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    assert len(problem_of(lambda: locate_model(str(folder), None, False))) < 1000

@@ -19,7 +19,6 @@ from helpers import GreedyTokens, TinyOpt, pad
 from placed import BACKENDS, HOMES, ROUGH, Case, largest_lines, layout_of, opened, run_folders, small_block
 
 from flexgen_h2o import engine as engine_module
-from flexgen_h2o import llm
 from flexgen_h2o import run as run_command
 from flexgen_h2o.generation import NoChoice
 from flexgen_h2o.kvcache.eviction import H2O
@@ -76,7 +75,7 @@ def test_a_few_steps_stand_for_all(tiny: Tiny) -> None:
 
 
 def test_a_dry_run_touches_no_file(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
     finished = call(
         run_command,
         [

@@ -1,7 +1,8 @@
-"""Judging policies: the documents are what they claim to be, the command is honest, the published numbers hold."""
+"""The command: what it prints and records, what it refuses, and that the published numbers hold."""
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 import shutil
@@ -10,249 +11,109 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from commands import Finished, call, read_jsonl
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_opt, save_tiny_opt
 
 from flexgen_h2o import LLM, evaluate
 from flexgen_h2o.checkpoints import DEMO_FOLDER
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.evaluation.compare import (
-    CONTINUATION_LEN,
-    PROMPT_LEN,
-    HeldoutSet,
-    budget_rule,
-    compare,
-    demo_heldout_set,
-)
-from flexgen_h2o.evaluation.heldout import heldout_tokens, text_windows
-from flexgen_h2o.evaluation.recall import KINDS, RecallKind, RecallSet, RecallWriter
-from flexgen_h2o.evaluation.scoring import ContinuationScores
-from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
-
-STATEMENT = re.compile(r"Remember: the password of (\w+) is (\w+ \w+ \w+)\.\n")
-QUESTION = re.compile(r"Question: what is the password of (\w+)\? Answer: the password of (\w+) is (\w+ \w+ \w+)\.\n")
-ASKING = re.compile(r"Question: what is the password of (\w+)\? Answer: the password of (\w+) is$")
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llm: LLM) -> Tokenizer:
-    assert llm.folder is not None
-    tokenizer = load_tokenizer(llm.folder, llm.config)
-    assert tokenizer is not None
-    return tokenizer
+from flexgen_h2o.evaluation.compare import compare, make_cases
+from flexgen_h2o.evaluation.heldout import HeldoutSizes, heldout_set
+from flexgen_h2o.evaluation.recall import KINDS
+from flexgen_h2o.evaluation.scoring import Judge
 
 
 def evaluate_with(*argv: str) -> Finished:
-    return call(evaluate, ["compare", *argv])
+    return call(evaluate, argv)
 
 
-# --- running text -----------------------------------------------------------------------------------------------
+def rows_of(finished: Finished) -> list[dict[str, Any]]:
+    assert finished.code == 0, finished.err
+    rows: list[dict[str, Any]] = json.loads(finished.out.splitlines()[-1])["rows"]
+    return rows
 
 
-def test_windows_are_pieces_of_the_text_behind_a_leading_token() -> None:
-    text = heldout_tokens()
-    windows = text_windows(text, 32, 512, leading_id=2)
-    assert windows.shape == (32, 512) and windows.dtype == torch.int64
-    assert (windows[:, 0] == 2).all()
-    whole = text.tobytes()
-    places = [whole.find(window[1:].numpy().tobytes()) // 8 for window in windows]
-    assert all(place >= 0 for place in places)
-    assert places == sorted(set(places)) and places[-1] + 511 <= len(text)
-    gaps = np.diff(places)
-    assert gaps.max() - gaps.min() <= 1  # spread evenly over the whole of it
-    assert places[0] < 10 and len(text) - places[-1] - 511 < 10
+# --- what it prints and records ---------------------------------------------------------------------------------
 
-
-def test_the_heldout_text_is_that_of_the_tokenizer(tokenizer: Tokenizer, llm: LLM) -> None:
-    text = heldout_tokens()
-    assert text.min() >= 0 and text.max() < llm.config.vocab_size
-    assert re.search(r"\b(the|and|of)\b", tokenizer.decode(text[1000:1200].tolist()))
-
-
-# --- recall documents -------------------------------------------------------------------------------------------
-
-COUNT, LENGTH = 12, 384
-
-
-@pytest.fixture(scope="module")
-def sets(tokenizer: Tokenizer) -> dict[str, RecallSet]:
-    writer = RecallWriter(tokenizer, heldout_tokens(), 2, seed=5)
-    return {kind: writer.write(kind, COUNT, LENGTH) for kind in KINDS}
-
-
-def halves(tokenizer: Tokenizer, ids: torch.Tensor) -> tuple[str, str]:
-    """The text of a document's prompt and of what follows it."""
-    return tokenizer.decode(ids[:LENGTH].tolist()), tokenizer.decode(ids[LENGTH:].tolist())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_state_three_passwords_and_end_where_they_should(
-    sets: dict[str, RecallSet], tokenizer: Tokenizer, kind: str
-) -> None:
-    for ids in sets[kind].documents:
-        prompt, following = halves(tokenizer, ids)
-        facts = STATEMENT.findall(prompt)
-        assert ids[0] == 2 and prompt.startswith("Remember") and len(dict(facts)) == 3
-        assert STATEMENT.findall(following) == []
-        if kind == "in_prompt":
-            assert ASKING.search(prompt)
-        else:
-            assert prompt.endswith("\n") and following.startswith("Question:")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_the_columns_of_the_password_and_of_nothing_else(
-    sets: dict[str, RecallSet], tokenizer: Tokenizer, kind: str
-) -> None:
-    recall = sets[kind]
-    for ids in recall.documents:
-        facts = dict(STATEMENT.findall(halves(tokenizer, ids)[0]))
-        assert len(recall.answers) == {"hot": 1, "before": 3, "never": 3, "in_prompt": 1}[kind]
-        names = []
-        for answer in recall.answers:
-            before = tokenizer.decode(ids[: answer.start].tolist())
-            asked = ASKING.search(before)
-            assert asked is not None and asked[1] == asked[2]
-            assert tokenizer.decode(ids[answer.start : answer.stop].tolist()) == " " + facts[asked[1]]
-            assert tokenizer.decode(ids[answer.stop :].tolist()).startswith(".\n") or kind == "in_prompt"
-            names.append(asked[1])
-        assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize(
-    ("kind", "asked_before"), [("hot", 3), ("before", 3), ("never", 0), ("in_prompt", 0)], ids=lambda value: str(value)
-)
-def test_prompts_have_the_questions_of_their_kind(
-    sets: dict[str, RecallSet], tokenizer: Tokenizer, kind: str, asked_before: int
-) -> None:
-    for ids in sets[kind].documents:
-        prompt, following = halves(tokenizer, ids)
-        facts = dict(STATEMENT.findall(prompt))
-        earlier, later = QUESTION.findall(prompt), QUESTION.findall(following)
-        assert len(earlier) == asked_before
-        assert all(name == again and facts[name] == words for name, again, words in earlier + later)
-        if kind == "hot":
-            assert {name for name, _, _ in earlier} == {name for name, _, _ in later} and len(later) == 1
-        if kind == "before":
-            assert {name for name, _, _ in earlier} == {name for name, _, _ in later} == set(facts)
-        if kind == "never":
-            assert {name for name, _, _ in later} == set(facts)
-
-
-def test_enough_text_lies_between_the_last_question_and_the_end_of_a_hot_prompt(
-    sets: dict[str, RecallSet], tokenizer: Tokenizer
-) -> None:
-    """More than a cache of a fifth of the prompt holds; else recency alone would do."""
-    for ids in sets["hot"].documents:
-        prompt = halves(tokenizer, ids)[0]
-        behind = prompt[[match.end() for match in QUESTION.finditer(prompt)][-1] :]
-        assert len(tokenizer.encode_part(behind)) > LENGTH // 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_are_those_of_their_seed(tokenizer: Tokenizer, kind: RecallKind) -> None:
-    one, again, other = (RecallWriter(tokenizer, heldout_tokens(), 2, s).write(kind, 3, LENGTH) for s in (1, 1, 2))
-    assert torch.equal(one.documents, again.documents) and one.answers == again.answers
-    assert not torch.equal(one.documents, other.documents)
-    assert len({tuple(row) for row in one.documents.tolist()}) == 3
-
-
-def test_an_answer_counts_only_if_every_word_is_right() -> None:
-    recall = RecallSet(torch.zeros(2, 20), (range(12, 15), range(17, 20)))
-    correct = torch.ones(2, 10, dtype=torch.bool)
-    correct[0, 3] = False  # column 13, in the first answer
-    correct[1, 5:7] = False  # columns 15 and 16, between the two
-    assert recall.recall(ContinuationScores(torch.zeros(2, 10), correct), prompt_len=10) == 0.75
-
-
-# --- budgets ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("eviction", "budget", "sizes"),
-    [
-        ("h2o", 0.2, (38, 39)),
-        ("local", 0.2, (0, 77)),
-        ("sink", 0.2, (4, 73)),
-        ("full", 0.2, (0, 512)),
-        ("h2o", 0.1, (19, 19)),
-        ("h2o", 1.0, (192, 192)),
-        ("h2o", 1 / 384, (0, 1)),
-        ("sink", 5 / 384, (4, 1)),
-    ],
-)
-def test_budgets_are_shares_of_the_prompt_and_equal_for_all(
-    eviction: str, budget: float, sizes: tuple[int, int]
-) -> None:
-    rule = budget_rule(eviction, budget, 384, 512)
-    assert (rule.name, rule.heavy, rule.recent) == (eviction, *sizes)
-
-
-@pytest.mark.parametrize(("eviction", "budget"), [("sink", 4 / 384), ("h2o", 0.001), ("local", 0.001), ("best", 0.2)])
-def test_a_budget_or_policy_that_cannot_be_is_refused(eviction: str, budget: float) -> None:
-    with pytest.raises(UsageError, match=eviction):
-        budget_rule(eviction, budget, 384, 512)
-
-
-# --- the command ------------------------------------------------------------------------------------------------
-
-ROW_KEYS = "eviction budget perplexity recall documents stderr".split()
+TEXT_KEYS = "perplexity stderr agreement agreement_stderr kl kl_stderr documents".split()
+RECALL_KEYS = "recall recall_stderr recall_documents".split()
+CASE_KEYS = "eviction budget entries heavy_slots recent_slots path against".split()
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     record = tmp_path_factory.mktemp("results") / "new" / "compare.jsonl"
-    argv = "--eviction full,h2o,local --documents 2 --recall-documents 2 --json --record".split()
+    argv = "compare --eviction full,h2o,local --documents 2 --recall-documents 2 --json --record".split()
     return evaluate_with(*argv, str(record)), record
 
 
 def test_compare_reports_a_row_for_each_policy(quick: tuple[Finished, Path]) -> None:
     finished, _ = quick
-    assert finished.code == 0 and finished.err == ""
+    assert finished.err == ""
+    rows = rows_of(finished)
     result = json.loads(finished.out.splitlines()[-1])
     assert (result["model"], result["dtype"]) == ("demo", "float32")
-    assert [row["eviction"] for row in result["rows"]] == ["full", "h2o", "local"]
-    for row in result["rows"]:
-        assert set(ROW_KEYS) <= set(row) and set(row["recall"]) == set(KINDS)
+    assert (result["prompt_len"], result["continuation_len"], result["compress_cache"]) == (384, 128, False)
+    assert [row["eviction"] for row in rows] == ["full", "h2o", "local"]
+    for row in rows:
+        assert set(row) == {*CASE_KEYS, *TEXT_KEYS, *RECALL_KEYS} and set(row["recall"]) == set(KINDS)
         assert row["documents"] == 2 and row["stderr"] > 0
         assert all(0 <= value <= 1 for value in row["recall"].values())
 
 
 def test_compare_shows_what_eviction_costs(quick: tuple[Finished, Path]) -> None:
-    full, h2o, local = json.loads(quick[0].out.splitlines()[-1])["rows"]
+    full, h2o, local = rows_of(quick[0])
     assert full["perplexity"] < h2o["perplexity"] < local["perplexity"]
     assert full["recall"]["hot"] == h2o["recall"]["hot"] == 1.0 > local["recall"]["hot"]
+    assert 1 == full["agreement"] > h2o["agreement"] > local["agreement"] > 0
+    assert 0 == full["kl"] < h2o["kl"] < local["kl"]
     assert (full["budget"], h2o["budget"]) == (1.0, 0.2)
+    assert h2o["against"]["full"]["perplexity"] == pytest.approx(h2o["perplexity"] / full["perplexity"] - 1)
+    assert local["against"]["h2o"]["recall"]["hot"] == local["recall"]["hot"] - 1
 
 
 def test_a_record_says_how_its_numbers_were_made(quick: tuple[Finished, Path]) -> None:
     finished, path = quick
     (record,) = read_jsonl(path)
-    assert record["kind"] == "measurement"
+    assert (record["kind"], record["name"]) == ("measurement", "evaluate compare")
     assert record["command"].startswith("python -m flexgen_h2o.evaluate compare --eviction full,h2o,local")
-    assert record["rows"] == json.loads(finished.out.splitlines()[-1])["rows"]
+    assert record["rows"] == rows_of(finished)
     assert {"torch", "transformers", "numpy", "python"} <= set(record["versions"])
     assert {"cpu", "cores", "threads", "memory_bytes"} <= set(record["machine"])
     assert {"date", "git_commit"} <= set(record)
 
 
-def test_the_table_has_a_line_for_each_row() -> None:
-    row = {"perplexity": 50.0, "recall": {"hot": 1.0, "in_prompt": 0.25}, "heavy_slots": 38, "recent_slots": 39}
-    rows: list[dict[str, Any]] = [{**row, "eviction": "full"}, {**row, "eviction": "h2o", "perplexity": 55.0}]
-    assert evaluate.table(rows).splitlines() == [
-        "| policy | kept entries | perplexity | against full | hot | in prompt |",
-        "|---|---|---|---|---|---|",
-        "| full | all | 50.0 | +0.0% | 1.00 | 0.25 |",
-        "| h2o | 77 | 55.0 | +10.0% | 1.00 | 0.25 |",
-    ]
-    assert "| h2o | 77 | 55.0 |  |" in evaluate.table(rows[1:])
+@pytest.mark.parametrize(
+    ("task", "judged"),
+    [("perplexity", TEXT_KEYS), ("agreement", TEXT_KEYS), ("recall", RECALL_KEYS)],
+)
+def test_a_task_judges_what_it_is_called_after(task: str, judged: list[str]) -> None:
+    sizes = "--documents 2 --recall-documents 1 --prompt-len 200 --continuation-len 8".split()
+    (row,) = rows_of(evaluate_with(task, "--eviction", "h2o", *sizes, "--json"))
+    assert set(row) == {*CASE_KEYS, *judged}
+
+
+def test_budgets_and_compression_are_carried_out() -> None:
+    argv = "perplexity --eviction full,smooth --budget 0.1,0.4 --documents 2 --prompt-len 100 --continuation-len 30"
+    plain = rows_of(evaluate_with(*argv.split(), "--json"))
+    assert [(row["eviction"], row["entries"]) for row in plain] == [("full", 130), ("smooth", 10), ("smooth", 40)]
+    assert plain[0]["kl"] == 0
+    in_4_bits = rows_of(evaluate_with(*argv.split(), "--compress-cache", "--ring-16bit", "--json"))
+    # The full cache's entries are all recent, so none is quantised; the heavy ones of the other are.
+    assert in_4_bits[0]["perplexity"] == pytest.approx(plain[0]["perplexity"], rel=1e-6)
+    assert in_4_bits[2]["perplexity"] != pytest.approx(plain[2]["perplexity"], rel=1e-6)
+    quantised = rows_of(evaluate_with(*argv.split(), "--compress-weight", "--json"))
+    assert 0 < quantised[0]["kl"] < quantised[1]["kl"]
+
+
+def test_another_text_can_be_scored(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(4, 4096, 400))
+    argv = "perplexity --eviction full --documents 2 --prompt-len 60 --continuation-len 20 --json --text".split()
+    (row,) = rows_of(evaluate_with(*argv, str(tmp_path / "ids.npy")))
+    assert row["perplexity"] > 4096  # of random tokens
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,16 +122,24 @@ def test_the_table_has_a_line_for_each_row() -> None:
         (["--documents", "1"], ["--documents is 1", "at least 2"]),
         (["--documents", "x"], ["--documents", "'x'"]),
         (["--recall-documents", "0"], ["--recall-documents is 0", "at least 1"]),
+        (["--prompt-len", "0"], ["--prompt-len is 0", "at least 1"]),
+        (["--continuation-len", "1"], ["--continuation-len is 1", "at least 2"]),
+        (["--continuation-len", "129"], ["384 + 129", "512", "shorten"]),
+        (["--gpu-batch-size", "0"], ["--gpu-batch-size is 0", "at least 1"]),
+        (["--ring-16bit"], ["--ring-16bit", "--compress-cache"]),
         (["--dtype", "int8"], ["--dtype", "'int8'", "float32"]),
         (["--budget", "0"], ["--budget", "'0'"]),
         (["--budget", "0.2,1.5"], ["--budget", "'1.5'"]),
         (["--budget", "nan"], ["--budget", "'nan'"]),
         (["--budget", "0.2,"], ["--budget", "''"]),
         (["--budget", "0.001"], ["--budget 0.001", "larger"]),
-        (["--eviction", "best"], ["best", "h2o"]),
+        (["--eviction", "best"], ["best", "h2o", "snapkv"]),
         (["--eviction", "h2o,"], ["known policies"]),
         (["--eviction", ""], ["known policies"]),
         (["--model", "/nowhere"], ["/nowhere"]),
+        (["--text", "/nowhere.txt"], ["--text /nowhere.txt", "No such file"]),
+        (["--plot", "/nowhere/plot.png"], ["--plot"]),
+        (["--eviction", "topk", "--compress-cache"], ["topk", "--compress-cache"]),
         (["--documents"], ["--documents"]),
         (["--misspelt"], ["--misspelt"]),
     ],
@@ -278,27 +147,35 @@ def test_the_table_has_a_line_for_each_row() -> None:
 def test_mistakes_are_refused_before_any_work(
     argv: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.evaluation.compare._row", None)
-    finished = evaluate_with(*argv)
+    monkeypatch.setattr("flexgen_h2o.evaluation.scoring.Judge._feed", None)
+    finished = evaluate_with("compare", *argv)
     assert finished.code == 2 and finished.out == "" and len(finished.problems) == 1
     assert all(word in finished.problems[0] for word in words), finished.problems
 
 
 def test_all_mistakes_are_listed_together() -> None:
-    finished = evaluate_with(*"--documents 1 --recall-documents 0 --budget 0,x,1.5,nan --dtype int8".split())
-    assert finished.code == 2 and len(finished.problems) == 7
+    flags = "--documents 1 --recall-documents 0 --budget 0,x,1.5,nan --dtype int8 --gpu-batch-size 0"
+    finished = evaluate_with("compare", *flags.split())
+    assert finished.code == 2 and len(finished.problems) == 8
+
+
+@pytest.mark.parametrize("argv", [[], ["fidelity"]], ids=["nothing", "unknown"])
+def test_a_task_has_to_be_given(argv: list[str]) -> None:
+    finished = evaluate_with(*argv)
+    assert finished.code == 2 and len(finished.problems) == 1
 
 
 @pytest.mark.parametrize("argv", [["--device", "cpu"], ["--device", "auto"], ["--dtype", "auto"]], ids=" ".join)
 def test_device_and_dtype_are_taken_as_run_takes_them(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.evaluation.compare.compare", lambda *_: [])
-    finished = evaluate_with(*argv, "--json")
+    finished = evaluate_with("compare", *argv, "--json")
     assert finished.code == 0, finished.err
 
 
 def test_a_model_without_a_tokenizer_cannot_be_compared(tmp_path: Path) -> None:
     folder = save_tiny_opt(make_tiny_opt("pre_norm"), tmp_path / "tiny")
-    finished = evaluate_with("--model", str(folder))
+    argv = "compare --prompt-len 60 --continuation-len 4 --model".split()
+    finished = evaluate_with(*argv, str(folder))
     assert finished.code == 2 and "no tokenizer" in finished.problems[0]
 
 
@@ -316,28 +193,90 @@ def test_a_model_too_small_for_the_documents_is_refused(tmp_path: Path, change: 
     tensors = load_file(tmp_path / "model.safetensors")
     rows = size + 2 if change == "context" else size
     save_file({**tensors, name: tensors[name][:rows].clone()}, tmp_path / "model.safetensors")
-    finished = evaluate_with(*"--eviction full --documents 2 --recall-documents 1 --model".split(), str(tmp_path))
+    argv = "compare --eviction full --documents 2 --recall-documents 1 --model".split()
+    finished = evaluate_with(*argv, str(tmp_path))
     assert finished.code == 2 and str(size) in finished.problems[0]
+
+
+# --- plots ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plot_without_matplotlib_is_refused_and_the_extra_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_import = builtins.__import__
+
+    def without_matplotlib(name: str, *rest: Any, **more: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return true_import(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    monkeypatch.setattr("flexgen_h2o.evaluation.scoring.Judge._feed", None)
+    finished = evaluate_with("compare", "--plot", "plot.png")
+    assert finished.code == 2 and "flexgen_h2o[plots]" in finished.problems[0]
+
+
+@pytest.mark.parametrize("task", ["perplexity", "recall", "agreement", "compare"])
+def test_every_task_has_a_plot(task: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = "--budget 0.1,0.2 --documents 2 --recall-documents 1 --prompt-len 200 --continuation-len 4".split()
+    finished = evaluate_with(task, "--eviction", "full,h2o", *sizes, "--plot", str(tmp_path / "plot.svg"))
+    assert finished.code == 0, finished.err
+    drawing = (tmp_path / "plot.svg").read_text()
+    assert drawing.startswith("<?xml") and len(drawing) > 10_000
 
 
 # --- the published numbers --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def judged() -> dict[tuple[str, float], dict[str, Any]]:
+    """200 windows, and 50 recall documents of each kind, by policy and budget."""
+    with LLM(dtype="float32") as llm:
+        heldout = heldout_set(llm, HeldoutSizes(200, 50))
+        judge = Judge(llm, heldout.prompt_len)
+        at_20 = "full,h2o,sink,local,smooth,strided,strided+h2o,fixed,fixed+h2o".split(",")
+        cases = make_cases(at_20, [0.2], 384, 512, 4)
+        cases += make_cases(["h2o", "smooth"], [0.1, 0.04], 384, 512, 4)
+        rows = compare(cases, heldout, judge, judge, lambda documents: None)
+    return {(row["eviction"], row["budget"]): row for row in rows}
+
+
+Judged = dict[tuple[str, float], dict[str, Any]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("eviction", "perplexity", "recall"),
-    [("full", 50.7, (0.9, 1.0)), ("h2o", 53.7, (0.9, 1.0)), ("sink", 56.3, (0.0, 0.1)), ("local", 74.5, (0.0, 0.1))],
-)
-def test_published_quality_holds(llm: LLM, eviction: str, perplexity: float, recall: tuple[float, float]) -> None:
-    """32 windows and 48 passwords that were asked about three times; 77 of 384 entries kept."""
-    assert (PROMPT_LEN, CONTINUATION_LEN) == (384, 128)
-    heldout = demo_heldout_set(llm, documents=32, recall_documents=48)
-    only_hot = HeldoutSet(heldout.windows, {"hot": heldout.recall["hot"]})
-    (row,) = compare(llm, [eviction], [0.2], only_hot, lambda: None)
-    assert eviction == "full" or row["heavy_slots"] + row["recent_slots"] == 77
-    assert row["perplexity"] == pytest.approx(perplexity, rel=0.02)
-    assert recall[0] <= row["recall"]["hot"] <= recall[1]
-    assert row["documents"] == 32
+def test_h2o_costs_little_and_less_than_sinks_or_recency(judged: Judged) -> None:
+    h2o, sink, local = (judged[name, 0.2]["against"]["full"]["perplexity"] for name in ("h2o", "sink", "local"))
+    assert 0 < h2o < 0.08 and local > 0.25
+    against = judged["sink", 0.2]["against"]["h2o"]
+    assert against["perplexity"] > 3 * against["perplexity_stderr"]  # paired
+    assert all(judged[name, 0.2]["documents"] == 200 for name in ("h2o", "sink", "local"))
+
+
+@pytest.mark.slow
+def test_what_was_asked_about_before_is_remembered_and_what_was_not_is_lost(judged: Judged) -> None:
+    full = judged["full", 1.0]["recall"]
+    assert full["hot"] > 0.9 and full["never"] > 0.9 and full["in_prompt"] > 0.9
+    assert judged["h2o", 0.2]["recall"]["hot"] >= 0.9 * full["hot"]
+    assert all(judged[name, 0.2]["recall"]["hot"] < 0.1 for name in ("sink", "local"))
+    # That is the nature of every choice by attention received.
+    assert all(row["recall"]["never"] < 0.1 for (name, _), row in judged.items() if name != "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["strided", "fixed"])
+def test_patterns_rise_with_heavy_hitters(judged: Judged, pattern: str) -> None:
+    alone, with_heavy = judged[pattern, 0.2], judged[f"{pattern}+h2o", 0.2]
+    assert with_heavy["perplexity"] < alone["perplexity"]
+    assert with_heavy["recall"]["hot"] > alone["recall"]["hot"] + 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.1, 0.04])
+def test_smooth_is_better_than_h2o_where_memory_is_short(judged: Judged, budget: float) -> None:
+    against = judged["smooth", budget]["against"]["h2o"]
+    assert against["perplexity"] < -3 * against["perplexity_stderr"]
+    assert judged["smooth", budget]["recall"]["hot"] >= judged["h2o", budget]["recall"]["hot"] - 0.05
 
 
 @pytest.mark.slow

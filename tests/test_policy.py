@@ -133,6 +133,7 @@ def test_ratios_are_floored_as_decimals(heavy: int, recent: int, length: int, ki
 def test_slots_never_exceed_the_sequence(name: str, recent: int | None, heavy: int | None, length: int) -> None:
     sizes = {
         "h2o": EvictionSpec("h2o", hh_size=heavy, recent_size=recent),
+        "smooth": EvictionSpec("smooth", hh_size=heavy, recent_size=recent),
         "local": EvictionSpec("local", recent_size=recent),
         "sink": EvictionSpec("sink", sink_size=heavy, recent_size=recent),
         "full": EvictionSpec("full"),

@@ -219,7 +219,7 @@ def test_weights_that_are_on_disk_already_need_no_space(
     tiny: Callable[..., TinyOpt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a model that takes more than half of the disk could be run only once."""
-    monkeypatch.setattr(llm, "DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
     for module in (preflight, disk):
         monkeypatch.setattr(module, "free_disk_bytes", lambda folder: 500_000 - stored(tmp_path))
     for _ in range(2):

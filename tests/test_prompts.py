@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.prompts import PromptLine, read_prompts, write_line
+from flexgen_h2o.prompts import PromptLine, bounded_lines, json_line, read_prompts
 
 
 def parse(*lines: bytes) -> list[PromptLine]:
@@ -135,13 +135,35 @@ def test_whatever_the_bytes_every_line_is_a_prompt_or_an_error(raw: bytes, is_js
 
 @given(st.text())
 def test_written_lines_are_ascii_and_come_back(text: str) -> None:
-    file = io.StringIO()
-    write_line(file, {"id": 1, "text": text})
-    assert file.getvalue().isascii() and file.getvalue().count("\n") == 1
-    assert json.loads(file.getvalue()) == {"id": 1, "text": text}
+    line = json_line({"id": 1, "text": text})
+    assert line.isascii() and line.count("\n") == 1
+    assert json.loads(line) == {"id": 1, "text": text}
 
 
 def test_half_a_surrogate_pair_is_written_escaped() -> None:
-    file = io.StringIO()
-    write_line(file, {"text": "\ud800"})
-    assert json.loads(file.getvalue())["text"] == "\ud800"
+    assert json.loads(json_line({"text": "\ud800"}))["text"] == "\ud800"
+
+
+@given(st.binary(max_size=200), st.integers(1, 12))
+def test_lines_are_those_of_the_file_but_cut_where_they_are_too_long(raw: bytes, most: int) -> None:
+    assert list(bounded_lines(io.BytesIO(raw), most)) == [line[: most + 1] for line in io.BytesIO(raw)]
+
+
+@pytest.mark.parametrize("is_json", [True, False], ids=["jsonl", "txt"])
+def test_a_line_that_is_too_long_is_an_error_and_the_next_is_read(is_json: bool) -> None:
+    rows = [b'{"prompt": "%s"}' % (b"a" * size) if is_json else b"a" * size for size in (3, 100, 3)]
+    lines = list(read_prompts(bounded_lines(io.BytesIO(b"\n".join(rows)), 50), is_json, 50))
+    assert [line.prompt for line in lines] == ["aaa", None, "aaa"]
+    assert [line.line for line in lines] == [1, 2, 3]
+    assert lines[1].error == "line has more than 50 bytes; no prompt may be longer"
+
+
+def test_messages_stay_short_whatever_the_keys() -> None:
+    line = one(json.dumps({"k" * 10_000 + str(n): 1 for n in range(1000)}).encode())
+    assert line.error is not None and len(line.error) < 1000 and "..." in line.error
+    assert sum(map(len, line.unknown_keys)) < 1000
+
+
+def test_an_id_that_is_nested_as_deep_as_can_be_is_refused() -> None:
+    depth = 900
+    assert "id must be" in str(one(b'{"id": ' + b"[" * depth + b"]" * depth + b', "prompt": "a"}').error)

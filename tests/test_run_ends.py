@@ -13,7 +13,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from flexgen_h2o import LLM, SamplingParams, cli
 from flexgen_h2o import run as run_module
 from flexgen_h2o.batch import BatchJob, InputSizes, PromptSource
 from flexgen_h2o.engine import Engine
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.errors import UsageError, add_note
 from flexgen_h2o.prompts import read_prompts
+from flexgen_h2o.results import StreamResults
 
 PATIENCE_S = 60
 
@@ -49,6 +50,60 @@ def test_failures_end_in_a_sentence_and_a_code(
     monkeypatch.setattr(run_module, "read_flags", fail)
     finished = call(run_module, [])
     assert (finished.code, finished.err) == (code, said)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGTERM, 143, "terminated\n"), (signal.SIGHUP, 129, "hung up\n"), (signal.SIGINT, 130, "interrupted\n")],
+)
+def test_signals_end_a_command_after_it_has_cleaned_up(
+    number: signal.Signals, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleaned = []
+
+    def wait(argv: list[str]) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(PATIENCE_S)
+        finally:
+            cleaned.append(number)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(run_module, "read_flags", wait)
+    finished = call(run_module, [])
+    assert (finished.code, finished.err, cleaned) == (code, said, [number])
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_to_be_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+
+        def go_on(argv: list[str]) -> None:
+            os.kill(os.getpid(), signal.SIGHUP)
+            raise RuntimeError("went on")
+
+        monkeypatch.setattr(run_module, "read_flags", go_on)
+        assert call(run_module, []).err == "error: went on\n"
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_has_been_noted_of_an_error_is_said_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, said in ((OSError("no"), "error: no; a; b\n"), (KeyboardInterrupt(), "interrupted; a; b\n")):
+        add_note(error, "a")
+        add_note(error, "b")
+        monkeypatch.setattr(run_module, "read_flags", _raising(error))
+        assert call(run_module, []).err == said
+
+
+def _raising(error: BaseException) -> Callable[[list[str]], None]:
+    def fail(argv: list[str]) -> None:
+        raise error
+
+    return fail
 
 
 def test_a_fault_of_the_program_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,11 +150,11 @@ def test_results_appear_as_soon_as_their_block_is_done() -> None:
 
     llm = LLM(gpu_batch_size=2, prompt_len=2, dtype="float32")
     source = PromptSource(lambda: read_prompts(lines(), is_json=True), "lines", rereadable=False)
-    job = BatchJob(llm, SamplingParams(max_new_tokens=1), source)
+    job = BatchJob(llm, SamplingParams(max_new_tokens=1), source, StreamResults(None))
     assert job.measure() == InputSizes(2, None)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.stdout", Sink())
-        job.run(InputSizes(2, None), None)
+        job.run(InputSizes(2, None))
     assert seen == [0, 0, 2, 2] and len([json.loads(line) for line in written]) == 4
 
 
@@ -141,8 +196,9 @@ def test_ctrl_c_ends_with_130_and_keeps_finished_lines(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert (out, err) == (b"", b"interrupted\n")
     kept = read_jsonl(output)
+    said = f"interrupted; {len(kept)} prompts are answered in {output}, and the same command goes on from there\n"
+    assert (out, err.decode()) == (b"", said)
     assert 2 <= len(kept) < 200 and [line["id"] for line in kept] == list(range(len(kept)))
     assert {len(line["token_ids"]) for line in kept} == {40}
 

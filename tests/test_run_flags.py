@@ -54,6 +54,9 @@ CONTRACT_FLAGS = [
     "--stop",
     "--stop-token-ids",
     "--trace",
+    "--restart",
+    "--checkpoint-minutes",
+    "--metrics",
 ]
 LATER_FLAGS = {
     "--compress-weight": [],

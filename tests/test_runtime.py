@@ -43,7 +43,7 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import BASELINE_LINE, RunSizes, Runtime, predict, workspace_bytes
 from flexgen_h2o.tiers import GB, BudgetError, Ledger, Stored, Tiers
 from flexgen_h2o.weight_files import WeightFolder
-from flexgen_h2o.weights import storage_shape, weight_bytes
+from flexgen_h2o.weights import storage_of, weight_bytes
 
 Tiny = Callable[..., TinyOpt]
 ITEMSIZE = 4
@@ -227,7 +227,7 @@ def outer_bytes(tiny_opt: TinyOpt) -> int:
 def padded_bytes(tiny_opt: TinyOpt, shapes: Shapes) -> int:
     """What parameters take on disk, and in read buffers, which are laid out alike: whole pages each."""
     layout = layout_of(tiny_opt)
-    stored = [prod(storage_shape(name, shape, torch.float32, layout)) for name, shape in shapes.items()]
+    stored = [prod(storage_of(name, shape, torch.float32, layout).shape) for name, shape in shapes.items()]
     return sum(whole_pages(ITEMSIZE * elements) for elements in stored)
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ from placed import (
 )
 from torch import Tensor
 
-from flexgen_h2o import engine as engine_module
+from flexgen_h2o import block_work
 from flexgen_h2o import transfer as transfer_module
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.extents import PAGE, Extent, whole_pages
@@ -52,7 +51,7 @@ from flexgen_h2o.transfer import (
     Ticket,
     Transfer,
 )
-from flexgen_h2o.weights import storage_shape
+from flexgen_h2o.weights import storage_of
 
 Tiny = Callable[..., TinyOpt]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -375,7 +374,7 @@ def test_an_interrupted_block_does_not_spill_into_the_next(
         with opened(case, tmp_path) as runtime:
             engine = runtime.engine(case.sizes)
             with monkeypatch.context() as patch:
-                patch.setattr(engine_module, "decode_attention", interrupted(interrupted_at))
+                patch.setattr(block_work, "decode_attention", interrupted(interrupted_at))
                 with pytest.raises(KeyboardInterrupt):
                     first_logits(engine, case, seed=7)
             assert torch.equal(first_logits(engine, case), expected), interrupted_at
@@ -437,7 +436,7 @@ WIDTH, ROWS, UNITS = 8, 4, 2
 def stored_bytes(tiny_opt: TinyOpt, shapes: Shapes, unit: int = 1) -> int:
     """Bytes of parameters in memory; with a unit, each in whole ones."""
     layout = layout_of(tiny_opt)
-    sizes = [prod(storage_shape(name, shape, torch.float32, layout)) * ITEMSIZE for name, shape in shapes.items()]
+    sizes = [storage_of(name, shape, torch.float32, layout).nbytes for name, shape in shapes.items()]
     return sum(-(-size // unit) * unit for size in sizes)
 
 

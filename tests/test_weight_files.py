@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from flexgen_h2o import disk, weight_files
 from flexgen_h2o.direct_io import read_direct, write_direct
 from flexgen_h2o.extents import PAGE, Extent
-from flexgen_h2o.weight_files import INDEX, WeightFolder, WeightPlace, lay_out
+from flexgen_h2o.model_config import published
+from flexgen_h2o.weight_files import INDEX, WeightFolder, WeightPlace, lay_out, weight_folder
 
 TEN = lay_out("page.bin", {"a": 40})
 
@@ -156,6 +158,35 @@ def test_what_another_run_has_written_stays_in_the_index(tmp_path: Path) -> None
     other.write("b", places["b"], torch.zeros(10))
     assert set(json.loads((tmp_path / INDEX).read_text())) == {"a", "b"}
     assert one.reserve(places) == set()
+
+
+def test_a_parameter_is_read_if_it_is_what_was_written(tmp_path: Path) -> None:
+    folder = WeightFolder(tmp_path)
+    target = torch.zeros(PAGE, dtype=torch.uint8)
+    assert folder.promised(TEN) == [] and not folder.read("a", TEN["a"], target)
+    folder.write("a", TEN["a"], torch.ones(10))
+    assert folder.promised(TEN) == ["a"] and folder.promised(lay_out("page.bin", {"a": 44})) == []
+    assert folder.read("a", TEN["a"], target)
+    assert target[:40].view(torch.float32).equal(torch.ones(10))
+    content = bytearray((tmp_path / "page.bin").read_bytes())
+    content[39] ^= 1
+    (tmp_path / "page.bin").write_bytes(content)
+    assert folder.promised(TEN) == ["a"] and not folder.read("a", TEN["a"], target)
+    (tmp_path / "page.bin").unlink()
+    assert not folder.read("a", TEN["a"], target)
+
+
+ORIGIN = {"checkpoint": None, "seed": 0, "device_type": "cpu", "dtype": torch.float32, "layout": "plain"}
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 1}, {"device_type": "cuda"}, {"dtype": torch.bfloat16}, {"layout": "4-bit strips"}], ids=str
+)
+def test_a_folder_is_named_by_all_that_its_weights_depend_on(other: dict[str, Any]) -> None:
+    config = published("opt-125m")
+    folders = [weight_folder(config, **values).path for values in (ORIGIN, ORIGIN, {**ORIGIN, **other})]
+    assert folders[0] == folders[1] != folders[2]
+    assert weight_folder(published("opt-350m"), **ORIGIN).path != folders[0]
 
 
 def test_only_missing_weights_need_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

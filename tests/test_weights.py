@@ -8,20 +8,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import PlacedWeights, TinyOpt, place
+from helpers import BLOCKS, PEAKED, PlacedWeights, TinyOpt, dense, largest_difference, oracle_logits, place
+from placed import BACKENDS, ROUGH, RULES, Case, case_logits, layout_of, opened
 from safetensors.torch import save_file
-from tiny_models import VARIANTS
+from tiny_models import VARIANTS, make_tiny_opt
 from torch import Tensor
 
+from flexgen_h2o import quant
 from flexgen_h2o.checkpoints import open_checkpoint
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.matrices import PanelLayout, PlainLayout
-from flexgen_h2o.model_config import ModelConfig, from_dict, from_folder
-from flexgen_h2o.weights import checkpoint_source, dummy_source, weight_bytes
+from flexgen_h2o.extents import PAGE, whole_pages
+from flexgen_h2o.kernels.matrices import PlainLayout, best_layout
+from flexgen_h2o.model_config import ModelConfig, from_dict, from_folder, published
+from flexgen_h2o.placement import Percent
+from flexgen_h2o.runtime import Runtime
+from flexgen_h2o.schedule import OUTER
+from flexgen_h2o.weight_sources import checkpoint_source, dummy_source
+from flexgen_h2o.weights import full_name, weight_bytes, weight_places
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
@@ -307,6 +316,101 @@ def test_dummy_weights_are_those_of_their_seed(tied: TinyOpt) -> None:
     assert not any(torch.equal(one[name], other[name]) for name in one)
 
 
+# --- 4-bit groups ---
+
+
+def four_bits(tiny_opt: TinyOpt, percent: Percent, backend: str) -> Case:
+    block = replace(BLOCKS["3x2"], policy=replace(BLOCKS["3x2"].policy, compress_weight=True))
+    return Case(tiny_opt, block, RULES["h2o"], percent, True, BACKENDS[backend])
+
+
+def in_4_bits(matrix: Tensor) -> Tensor:
+    return quant.decode(quant.encode_weight(matrix), matrix.shape[1], matrix.dtype)
+
+
+def page_tensors(runtime: Runtime) -> dict[str, Tensor]:
+    """All parameters as compute gets them, page by page through the read buffers."""
+    found = {}
+    for page in range(OUTER, runtime.config.num_hidden_layers):
+        runtime.weights.fetch(page)
+        found |= {full_name(page, name): t.clone() for name, t in dense(runtime.weights.page(page)).items()}
+        runtime.weights.release(page)
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", ["pre_norm", "post_norm_projected", "untied"])
+def test_what_is_two_dimensional_is_kept_in_4_bits_wherever_it_lives(
+    tiny: Callable[..., TinyOpt], tmp_path: Path, variant: str, backend: str
+) -> None:
+    tiny_opt = tiny(variant)
+    for number, percent in enumerate((Percent(), Percent(0, 100), Percent(0, 0), ROUGH)):
+        with opened(four_bits(tiny_opt, percent, backend), tmp_path / str(number)) as runtime:
+            got = page_tensors(runtime)
+            stored = runtime.weights.nbytes
+            assert stored == weight_bytes(tiny_opt.config, torch.float32, layout_of(tiny_opt, compressed=True))
+        for name, tensor in bare(tiny_opt).items():
+            assert torch.equal(got[name], in_4_bits(tensor) if tensor.dim() == 2 else tensor), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_in_4_bits_are_those_of_the_decoded_model(
+    tiny: Callable[..., TinyOpt], tmp_path: Path, backend: str
+) -> None:
+    tiny_opt = tiny(std=PEAKED)
+    decoded = make_tiny_opt("pre_norm", std=PEAKED)
+    with torch.no_grad():
+        for tensor in decoded.parameters():
+            if tensor.dim() == 2:
+                tensor.copy_(in_4_bits(tensor))
+    case = replace(four_bits(tiny_opt, ROUGH, backend), rule=RULES["full"])
+    logits = case_logits(case, tmp_path)
+    forced = case.forced()
+    for row, prompt in enumerate(case.prompts()):
+        assert largest_difference(logits[row], oracle_logits(decoded, prompt, forced[row].tolist())) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["opt-1.3b", "opt-6.7b", "opt-30b"])
+def test_on_disk_4_bits_are_little_more_than_a_quarter_of_16(name: str) -> None:
+    config = published(name)
+    sizes = {}
+    for compressed in (False, True):
+        layout = best_layout(CPU, torch.bfloat16, config.matrix_shapes(), compressed)
+        places = weight_places(config, torch.bfloat16, layout)
+        sizes[compressed] = sum(whole_pages(place.nbytes) for place in places.values())
+    assert sizes[True] <= 0.29 * sizes[False]
+    formula = sum(
+        prod(shape) * (4 + 32 * -(-shape[1] // 64) / shape[1]) / 8 if len(shape) == 2 else 2 * prod(shape)
+        for shape in config.shapes().values()
+    )
+    assert weight_bytes(config, torch.bfloat16, layout) == pytest.approx(formula, rel=0.01)
+    assert sizes[True] == pytest.approx(formula, rel=0.01)
+
+
+def test_what_the_folder_holds_is_not_asked_of_the_source(
+    tiny: Callable[..., TinyOpt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_opt = tiny()
+    with opened(four_bits(tiny_opt, Percent(0, 0), "threads"), tmp_path) as runtime:
+        expected = page_tensors(runtime)
+    asked: list[str] = []
+    source = tiny_opt.source()
+    monkeypatch.setattr(TinyOpt, "source", lambda self: lambda names: asked.extend(names) or source(names))
+    for percent in (Percent(), Percent(0, 100), ROUGH, Percent(0, 0)):
+        with opened(four_bits(tiny_opt, percent, "threads"), tmp_path) as runtime:
+            got = page_tensors(runtime)
+        assert asked == []
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    file = next(tmp_path.rglob("layer-1.bin"))
+    content = bytearray(file.read_bytes())
+    content[-PAGE] ^= 1  # of the last parameter
+    file.write_bytes(content)
+    with opened(four_bits(tiny_opt, Percent(), "threads"), tmp_path) as runtime:
+        got = page_tensors(runtime)
+    assert asked == ["layers.1.fc2.weight"]
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
 # --- memory ---
 
 LOADER = """
@@ -319,7 +423,7 @@ from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import Runtime
-from flexgen_h2o.weights import checkpoint_source
+from flexgen_h2o.weight_sources import checkpoint_source
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -334,7 +438,7 @@ before = status("VmRSS")
 checkpoint = open_checkpoint(folder, config)
 checked = status("VmHWM")
 dtype, cpu = getattr(torch, sys.argv[2]), torch.device("cpu")
-platform = Platform(cpu, matrix_layout=best_layout(cpu, dtype, config.matrix_shapes()))
+platform = Platform(cpu, matrix_layout=best_layout(cpu, dtype, config.matrix_shapes(), sys.argv[3] == "4-bit"))
 runtime = Runtime(config, dtype, Policy(), platform)
 runtime.load(checkpoint_source(checkpoint), lambda nbytes: None)
 print(checked - before, status("VmHWM") - before, runtime.weights.nbytes)
@@ -360,15 +464,17 @@ def big_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of memory")
+@pytest.mark.parametrize("bits", ["all bits", "4-bit"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_needs_the_placed_bytes_and_one_tensor(big_checkpoint: Path, dtype: str) -> None:
+def test_loading_needs_the_placed_bytes_and_one_tensor(big_checkpoint: Path, dtype: str, bits: str) -> None:
     child = subprocess.run(
-        [sys.executable, "-c", LOADER, str(big_checkpoint), dtype], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LOADER, str(big_checkpoint), dtype, bits], capture_output=True, text=True, check=True
     )
     checked, peak, placed = map(int, child.stdout.split())
     config = from_folder(big_checkpoint)
     largest = 4 * max(torch.Size(shape).numel() for shape in config.shapes().values())
     slack = 16 * 2**20  # libraries that are loaded at the first product among it
-    assert placed == weight_bytes(config, getattr(torch, dtype), PanelLayout())
+    layout = best_layout(CPU, getattr(torch, dtype), config.matrix_shapes(), bits == "4-bit")
+    assert placed == weight_bytes(config, getattr(torch, dtype), layout)
     assert checked < slack  # checking reads no tensors
     assert peak <= placed + largest + slack

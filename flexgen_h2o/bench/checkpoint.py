@@ -19,7 +19,7 @@ from torch import Tensor
 from flexgen_h2o.bench.paths import CACHE
 from flexgen_h2o.model_config import ModelConfig, published
 from flexgen_h2o.platforms import DTYPES
-from flexgen_h2o.weights import dummy_source
+from flexgen_h2o.weight_sources import dummy_source
 
 SHARD_BYTES = 512 * 2**20
 SPECIAL_TOKENS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
@@ -57,7 +57,7 @@ def write_checkpoint(
             "eos_token_id": config.eos_token_ids[0],
             "pad_token_id": config.pad_token_id,
         }
-        _write_json(part / "config.json", {**_config_values(config), **special, "torch_dtype": dtype})
+        _write_json(part / "config.json", {**config_values(config), **special, "torch_dtype": dtype})
         _write_json(part / "generation_config.json", special)
         _write_tokenizer(config.vocab_size, config.max_position_embeddings, part)
         part.chmod(0o755)
@@ -101,7 +101,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> Iterator
     yield shard
 
 
-def _config_values(config: ModelConfig) -> dict[str, Any]:
+def config_values(config: ModelConfig) -> dict[str, Any]:
     """What transformers' OPTConfig takes, special tokens and dtype apart."""
     return {
         "architectures": ["OPTForCausalLM"],

@@ -1,4 +1,4 @@
-"""Eviction policies side by side: perplexity and recall at equal budgets, on the same documents."""
+"""Eviction policies side by side: perplexity, agreement with the full cache, and recall, on the same documents."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,103 +6,181 @@ from typing import Any
 
 from torch import Tensor
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.evaluation.heldout import heldout_tokens, text_windows
-from flexgen_h2o.evaluation.recall import KINDS, RecallSet, RecallWriter
-from flexgen_h2o.evaluation.scoring import ContinuationScores, score_continuations
-from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
-from flexgen_h2o.llm import LLM
-from flexgen_h2o.policy import DEFAULT_SINKS
-from flexgen_h2o.runtime import RunSizes
-
-PROMPT_LEN, CONTINUATION_LEN = 384, 128
-RECALL_SEED = 4242
+from flexgen_h2o.evaluation.heldout import HeldoutSet
+from flexgen_h2o.evaluation.policies import Policy, entries_of, policy_for
+from flexgen_h2o.evaluation.recall import RecallSet
+from flexgen_h2o.evaluation.scoring import ContinuationScores, Judge, join
+from flexgen_h2o.evaluation.statistics import difference, estimate, perplexity, perplexity_change
+from flexgen_h2o.kvcache.eviction import EvictionRule, Full
+from flexgen_h2o.policy import Policy as RunPolicy
 
 
 @dataclass(frozen=True)
-class HeldoutSet:
-    """What every policy is judged on.
+class Case:
+    """A policy with a budget, a share of the prompt; 1 for the full cache."""
+
+    name: str
+    budget: float
+    entries: int
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What was found about a case; what was not judged is None or empty.
 
     Attributes:
-        windows: [documents, 384 + 128] running text.
-        recall: documents by kind.
+        recall: by kind, [documents] share of a document's questions that were answered right.
     """
 
-    windows: Tensor
-    recall: dict[str, RecallSet]
+    text: ContinuationScores | None
+    recall: dict[str, Tensor]
 
 
-def demo_heldout_set(llm: LLM, documents: int, recall_documents: int) -> HeldoutSet:
-    """The demo model's held-out windows and recall documents. The same numbers give the same documents."""
-    leading_id = llm.config.bos_token_id
-    if llm.tokenizer is None or leading_id is None:
-        raise UsageError(f"{llm.config.name} has no tokenizer or no leading token, which recall documents need")
-    text = heldout_tokens()
-    length = PROMPT_LEN + CONTINUATION_LEN
-    if llm.config.max_position_embeddings < length or llm.config.vocab_size <= int(text.max()):
-        raise UsageError(
-            f"--model {llm.config.name} has a context of {llm.config.max_position_embeddings} and a vocabulary of"
-            f" {llm.config.vocab_size}; the demo model's held-out set needs {length} and {int(text.max()) + 1}"
-        )
-    writer = RecallWriter(llm.tokenizer, text, leading_id, RECALL_SEED)
-    windows = text_windows(text, documents, length, leading_id)
-    return HeldoutSet(windows, {kind: writer.write(kind, recall_documents, PROMPT_LEN) for kind in KINDS})
+OnDocuments = Callable[[int], None]  # told how many documents have just been scored
 
 
-def budget_rule(eviction: str, budget: float, prompt_len: int, length: int) -> EvictionRule:
-    """The rule that keeps `budget` of the prompt's entries: (B/2, B/2), (0, B) or (sinks, B - sinks).
+def make_cases(
+    evictions: Sequence[str], budgets: Sequence[float], prompt_len: int, length: int, layers: int
+) -> list[Case]:
+    """One case for each policy and budget; the full cache, which has no budget, is one.
 
-    Raises UsageError for an unknown policy or a budget too small for it.
+    Raises UsageError for an unknown policy, or a budget too small for one.
     """
-    if eviction not in RULES:
-        raise UsageError(f"--eviction {eviction} is unknown; known policies: {', '.join(RULES)}")
-    entries = round(budget * prompt_len)
-    heavy = {"h2o": entries // 2, "sink": DEFAULT_SINKS}.get(eviction, 0)
-    recent = length if eviction == "full" else entries - heavy
-    if recent < 1:
-        raise UsageError(
-            f"--budget {budget:g} keeps {entries} of {prompt_len} entries, which leaves no recent one for {eviction};"
-            " give a larger budget"
-        )
-    return RULES[eviction](heavy, recent)
+    cases = []
+    for name in evictions:
+        for budget in (1.0,) if name == "full" else budgets:
+            entries = length if name == "full" else entries_of(budget, prompt_len)
+            cases.append(Case(name, budget, entries, policy_for(name, budget, prompt_len, length, layers)))
+    return cases
+
+
+def compression_problems(cases: Sequence[Case], policy: RunPolicy) -> list[str]:
+    """Cases that cannot be judged with this compression, a sentence each."""
+    plain = dict.fromkeys(case.name for case in cases if not isinstance(case.policy, EvictionRule))
+    return [
+        f"--eviction {name} is judged on a path that keeps all entries as they are, so --compress-cache would do"
+        " nothing; leave one of them out"
+        for name in plain
+        if policy.compress_cache
+    ]
 
 
 def compare(
-    llm: LLM, evictions: Sequence[str], budgets: Sequence[float], heldout: HeldoutSet, on_row: Callable[[], None]
+    cases: Sequence[Case], heldout: HeldoutSet, judge: Judge, reference: Judge, on_documents: OnDocuments
 ) -> list[dict[str, Any]]:
-    """One row per policy and budget; the full cache, which has no budget, gets one row."""
-    cases = []
-    for eviction in evictions:
-        for budget in (1.0,) if eviction == "full" else budgets:
-            cases.append((budget, budget_rule(eviction, budget, PROMPT_LEN, PROMPT_LEN + CONTINUATION_LEN)))
+    """One row per case, held against the full cache and, where it is there, H2O with as many entries.
+
+    Args:
+        judge: scores the cases.
+        reference: scores the full cache that they are held against: the judge itself, or one whose model and cache are
+            not compressed.
+    """
+    texts: Sequence[ContinuationScores | None] = [None] * len(cases)
+    full_text: ContinuationScores | None = None
+    if len(heldout.windows):
+        full_text, texts = _judge_text(cases, heldout, judge, reference, on_documents)
+    recalls = _judge_recall(cases, heldout.recall, judge, on_documents)
+    judged = [Judged(text, recall) for text, recall in zip(texts, recalls, strict=True)]
     rows = []
-    for budget, rule in cases:
-        rows.append(_row(llm, budget, rule, heldout))
-        on_row()
+    for case, found in zip(cases, judged, strict=True):
+        others = {
+            other.name: result
+            for other, result in zip(cases, judged, strict=True)
+            if other is not case and (other.name == "full" or (other.name == "h2o" and other.budget == case.budget))
+        }
+        if full_text is not None and (case.name != "full" or judge is not reference):
+            recall = others["full"].recall if judge is reference and "full" in others else {}
+            others["full"] = Judged(full_text, recall)
+        rows.append(_row(case, found, others))
     return rows
 
 
-def _row(llm: LLM, budget: float, rule: EvictionRule, heldout: HeldoutSet) -> dict[str, Any]:
-    text = _score(llm, rule, heldout.windows)
-    by_document = text.nll.double().mean(dim=1)
-    recall = {
-        kind: documents.recall(_score(llm, rule, documents.documents), PROMPT_LEN)
-        for kind, documents in heldout.recall.items()
+def documents_to_score(cases: Sequence[Case], heldout: HeldoutSet, shares_model: bool) -> int:
+    """How many documents compare() will report, all cases together."""
+    windows, recall = len(heldout.windows), sum(len(kind.documents) for kind in heldout.recall.values())
+    with_reference = len(cases) + (0 if shares_model and any(case.name == "full" for case in cases) else 1)
+    return windows * with_reference + recall * len(cases)
+
+
+def _judge_text(
+    cases: Sequence[Case], heldout: HeldoutSet, judge: Judge, reference: Judge, on_documents: OnDocuments
+) -> tuple[ContinuationScores, list[ContinuationScores]]:
+    """Scores of the reference, and of every case. Batch by batch, so that only a batch's probabilities are held."""
+    full: list[ContinuationScores] = []
+    found: list[list[ContinuationScores]] = [[] for _ in cases]
+    for batch in heldout.windows.split(judge.rows):
+        scores, log_probabilities = reference.reference(Full(0, heldout.length), batch)
+        full.append(scores)
+        if judge is not reference or all(case.name != "full" for case in cases):
+            on_documents(len(batch))
+        for case, results in zip(cases, found, strict=True):
+            is_reference = judge is reference and case.name == "full"
+            results.append(scores if is_reference else judge.score(case.policy, batch, log_probabilities))
+            on_documents(len(batch))
+    return join(full), [join(results) for results in found]
+
+
+def _judge_recall(
+    cases: Sequence[Case], sets: dict[str, RecallSet], judge: Judge, on_documents: OnDocuments
+) -> list[dict[str, Tensor]]:
+    found: list[dict[str, Tensor]] = [{} for _ in cases]
+    for kind, recall in sets.items():
+        parts: list[list[ContinuationScores]] = [[] for _ in cases]
+        for batch in recall.documents.split(judge.rows):
+            for case, results in zip(cases, parts, strict=True):
+                results.append(judge.score(case.policy, batch))
+                on_documents(len(batch))
+        for by_kind, results in zip(found, parts, strict=True):
+            by_kind[kind] = recall.answered(join(results), judge.prompt_len)
+    return found
+
+
+def _row(case: Case, found: Judged, others: dict[str, Judged]) -> dict[str, Any]:
+    is_rule = isinstance(case.policy, EvictionRule)
+    row: dict[str, Any] = {
+        "eviction": case.name,
+        "budget": case.budget,
+        "entries": case.entries,
+        "heavy_slots": getattr(case.policy, "heavy", None),
+        "recent_slots": getattr(case.policy, "recent", None),
+        "path": "cache" if is_rule else "plain",
     }
+    if found.text is not None:
+        row |= _text_columns(found.text)
+    if found.recall:
+        estimates = {kind: estimate(values) for kind, values in found.recall.items()}
+        row["recall"] = {kind: value.mean for kind, value in estimates.items()}
+        row["recall_stderr"] = {kind: value.stderr for kind, value in estimates.items()}
+        row["recall_documents"] = len(next(iter(found.recall.values())))
+    row["against"] = {name: _against(found, other) for name, other in others.items()}
+    return row
+
+
+def _text_columns(text: ContinuationScores) -> dict[str, Any]:
+    assert text.agrees is not None and text.kl is not None
+    value = perplexity(text.nll)
+    agreement = estimate(text.agrees.double().mean(dim=1))
+    kl = estimate(text.kl.double().mean(dim=1))
     return {
-        "eviction": rule.name,
-        "budget": budget,
-        "heavy_slots": rule.heavy,
-        "recent_slots": rule.recent,
-        "perplexity": text.perplexity,
-        # Standard error of the perplexity over documents, by the delta method.
-        "stderr": text.perplexity * float(by_document.std() / len(by_document) ** 0.5),
-        "documents": len(heldout.windows),
-        "recall": recall,
+        "documents": len(text.nll),
+        "perplexity": value.mean,
+        "stderr": value.stderr,
+        "agreement": agreement.mean,
+        "agreement_stderr": agreement.stderr,
+        "kl": kl.mean,
+        "kl_stderr": kl.stderr,
     }
 
 
-def _score(llm: LLM, rule: EvictionRule, documents: Tensor) -> ContinuationScores:
-    """Scores documents in one block."""
-    engine = llm.load().engine(RunSizes(rule, len(documents), PROMPT_LEN))
-    return score_continuations(engine, documents, PROMPT_LEN)
+def _against(found: Judged, other: Judged) -> dict[str, Any]:
+    """Differences from another policy on the same documents: a share for perplexity, absolute for recall."""
+    result: dict[str, Any] = {}
+    if found.text is not None and other.text is not None:
+        change = perplexity_change(found.text.nll, other.text.nll)
+        result |= {"perplexity": change.mean, "perplexity_stderr": change.stderr}
+    if found.recall and other.recall:
+        changes = {kind: difference(values, other.recall[kind]) for kind, values in found.recall.items()}
+        result["recall"] = {kind: value.mean for kind, value in changes.items()}
+        result["recall_stderr"] = {kind: value.stderr for kind, value in changes.items()}
+    return result

@@ -60,10 +60,10 @@ class RecallSet:
     documents: Tensor
     answers: tuple[range, ...]
 
-    def recall(self, scores: ContinuationScores, prompt_len: int) -> float:
-        """Share of questions whose answer was right in every word."""
+    def answered(self, scores: ContinuationScores, prompt_len: int) -> Tensor:
+        """Share of each document's questions whose answer was right in every word: [documents] float64."""
         right = [scores.correct[:, [column - prompt_len for column in answer]].all(dim=1) for answer in self.answers]
-        return float(torch.stack(right).double().mean())
+        return torch.stack(right).double().mean(dim=0)
 
 
 class RecallWriter:

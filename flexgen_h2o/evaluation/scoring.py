@@ -4,12 +4,18 @@ A model's likelihood of a text is usually computed in one pass, in which nothing
 is computed in one pass; what follows is fed a token at a time, as in generation, so that eviction acts on it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.engine import Engine, PromptBlock
+from flexgen_h2o.evaluation.plain import PlainModel, PlainPolicy, PlainPrompt
+from flexgen_h2o.kvcache.eviction import EvictionRule
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.runtime import RunSizes
+from flexgen_h2o.schedule import OUTER
 
 
 @dataclass(frozen=True)
@@ -19,44 +25,144 @@ class ContinuationScores:
     Attributes:
         nll: [documents, tokens] negative log-likelihood in nats, float32.
         correct: [documents, tokens] whether it was the most likely token.
+        agrees: [documents, tokens] whether the most likely token was that of the reference; None without one.
+        kl: [documents, tokens] divergence in nats, float32, of the prediction from the reference's; None without one.
     """
 
     nll: Tensor
     correct: Tensor
+    agrees: Tensor | None = None
+    kl: Tensor | None = None
 
     @property
     def perplexity(self) -> float:
         return float(self.nll.double().mean().exp())
 
 
-def score_continuations(engine: Engine, documents: Tensor, prompt_len: int) -> ContinuationScores:
-    """Scores all tokens from column `prompt_len` on.
+def join(parts: Sequence[ContinuationScores]) -> ContinuationScores:
+    """The scores of several batches of documents as one; all with a reference, or none."""
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        found = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(found) if found else None
+
+    return ContinuationScores(
+        torch.cat([part.nll for part in parts]),
+        torch.cat([part.correct for part in parts]),
+        joined([part.agrees for part in parts]),
+        joined([part.kl for part in parts]),
+    )
+
+
+class Notes:
+    """Takes down, token by token, how likely a text was. A TokenChooser that goes on with that text.
+
+    Args:
+        continuations: [documents, tokens] int64, what follows the prompts.
+        reference: [documents, tokens, vocab_size] float32, log-probabilities to compare predictions with.
+        keep: whether to keep the log-probabilities, as a reference for others.
+    """
+
+    def __init__(self, continuations: Tensor, reference: Tensor | None = None, keep: bool = False):
+        self._continuations = continuations
+        self._reference = reference
+        self._keep = keep
+        self._nll = torch.zeros(continuations.shape)
+        self._correct = torch.zeros(continuations.shape, dtype=torch.bool)
+        self._agrees = torch.zeros(continuations.shape, dtype=torch.bool)
+        self._kl = torch.zeros(continuations.shape)
+        self.log_probabilities = torch.empty(0)  # [documents, tokens, vocab_size] float32, where they are kept
+
+    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
+        target = self._continuations[rows, step].to(logits.device)
+        predicted = logits.log_softmax(dim=-1)
+        greedy = logits.argmax(dim=-1)
+        self._nll[rows, step] = -predicted.gather(1, target[:, None]).squeeze(1).cpu()
+        self._correct[rows, step] = (greedy == target).cpu()
+        if self._reference is not None:
+            expected = self._reference[rows, step].to(logits.device)
+            self._agrees[rows, step] = (greedy == expected.argmax(dim=-1)).cpu()
+            self._kl[rows, step] = (expected.exp() * (expected - predicted)).sum(dim=-1).cpu()
+        if self._keep:
+            if not len(self.log_probabilities):
+                self.log_probabilities = torch.empty(*self._continuations.shape, logits.shape[-1])
+            self.log_probabilities[rows, step] = predicted.cpu()
+        return target
+
+    def finished(self) -> bool:
+        return False
+
+    @property
+    def scores(self) -> ContinuationScores:
+        if self._reference is None:
+            return ContinuationScores(self._nll, self._correct)
+        return ContinuationScores(self._nll, self._correct, self._agrees, self._kl)
+
+
+def feed(engine: Engine, documents: Tensor, prompt_len: int, notes: Notes) -> None:
+    """Feeds documents through an engine, all tokens from column `prompt_len` on one by one.
 
     Args:
         engine: with at least as many rows as there are documents, and room for their length.
         documents: [documents, length] int64, all of one length.
         prompt_len: tokens computed in prefill.
     """
-    scorer = _Scorer(documents[:, prompt_len:])
     prompts = PromptBlock(documents[:, :prompt_len], torch.zeros(len(documents), dtype=torch.int64))
-    engine.run(prompts, documents.shape[1] - prompt_len, scorer)
-    return ContinuationScores(scorer.nll, scorer.correct)
+    engine.run(prompts, documents.shape[1] - prompt_len, notes)
 
 
-class _Scorer:
-    """A TokenChooser that goes on with the given text and notes how likely it was."""
+class Judge:
+    """Scores batches of documents under one policy after the other.
 
-    def __init__(self, continuations: Tensor):
-        self._continuations = continuations
-        self.nll = torch.zeros(continuations.shape)
-        self.correct = torch.zeros(continuations.shape, dtype=torch.bool)
+    Args:
+        llm: whose blocks hold a batch. Its weights are in memory, for policies on the plain path.
+    """
 
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-        target = self._continuations[rows, step].to(logits.device)
-        log_probabilities = logits.log_softmax(dim=-1)
-        self.nll[rows, step] = -log_probabilities.gather(1, target[:, None]).squeeze(1).cpu()
-        self.correct[rows, step] = (logits.argmax(dim=-1) == target).cpu()
-        return target
+    def __init__(self, llm: LLM, prompt_len: int):
+        self._llm = llm
+        self.prompt_len = prompt_len
+        self._plain: PlainModel | None = None
+        self._prompt: tuple[Tensor, PlainPrompt] | None = None
 
-    def finished(self) -> bool:
-        return False
+    @property
+    def rows(self) -> int:
+        """Documents of a batch."""
+        return self._llm.policy.block_rows
+
+    def score(
+        self, policy: EvictionRule | PlainPolicy, documents: Tensor, reference: Tensor | None = None
+    ) -> ContinuationScores:
+        """Scores a batch of documents, [documents, length] int64, against a reference's log-probabilities."""
+        notes = Notes(documents[:, self.prompt_len :], reference)
+        self._feed(policy, documents, notes)
+        return notes.scores
+
+    def reference(self, rule: EvictionRule, documents: Tensor) -> tuple[ContinuationScores, Tensor]:
+        """Scores of a batch, which agree with themselves, and the log-probabilities to hold others against."""
+        notes = Notes(documents[:, self.prompt_len :], keep=True)
+        self._feed(rule, documents, notes)
+        alone = notes.scores
+        same = ContinuationScores(alone.nll, alone.correct, torch.ones_like(alone.correct), torch.zeros_like(alone.nll))
+        return same, notes.log_probabilities
+
+    def _feed(self, policy: EvictionRule | PlainPolicy, documents: Tensor, notes: Notes) -> None:
+        if isinstance(policy, EvictionRule):
+            engine = self._llm.load().engine(RunSizes(policy, len(documents), self.prompt_len))
+            feed(engine, documents, self.prompt_len, notes)
+            return
+        logits = self._plain_model().logits(self._computed(documents), documents[:, self.prompt_len : -1], policy)
+        for step in range(logits.shape[1]):
+            notes.choose(step, slice(0, len(documents)), logits[:, step])
+
+    def _plain_model(self) -> PlainModel:
+        if self._plain is None:
+            weights = self._llm.load().weights
+            pages = [weights.page(layer) for layer in range(self._llm.config.num_hidden_layers)]
+            self._plain = PlainModel(self._llm.config, weights.page(OUTER), pages, self._llm.device)
+        return self._plain
+
+    def _computed(self, documents: Tensor) -> PlainPrompt:
+        """The prompts of a batch, computed once for all policies that follow each other on it."""
+        if self._prompt is None or self._prompt[0] is not documents:
+            self._prompt = (documents, self._plain_model().prefill(documents[:, : self.prompt_len]))
+        return self._prompt[1]

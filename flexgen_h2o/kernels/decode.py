@@ -4,16 +4,20 @@
     flexgen_h2o::enter_token        the ring's oldest entry leaves, the new token takes its slot
 
 On a CPU they run in the native library, if it is there, and read every key and value once, in its own precision. With
-torch's operations, their reference, they run everywhere.
+torch's operations, their reference, they run everywhere; on a GPU also as Triton's kernels, where a trial finds those
+faster (cuda.py).
 """
 
 import ctypes
 import math
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from flexgen_h2o import quant
 from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels.fastest import Fastest
 
 _operators = torch.library.Library("flexgen_h2o", "DEF")
 _operators.define(
@@ -44,8 +48,9 @@ def attend_with_torch(
 
     Args:
         query: [rows, heads, 1, head_dim], already scaled.
-        heavy_keys, heavy_values: [rows, heads, heavy slots, head_dim]; the first `heavy_len` are live.
-        ring_keys, ring_values: [rows, heads, ring slots, head_dim]; the first `ring_len` are live.
+        heavy_keys, heavy_values: [rows, heads, heavy slots, head_dim]; the first `heavy_len` are live. In 4 bits
+            (uint8) they are the entries of quant.encode(), [rows, heads, heavy slots, entry bytes].
+        ring_keys, ring_values: the same of the ring; the first `ring_len` are live.
         scores: [rows, heads, heavy + ring slots] float32, -inf where a slot is empty. Where `accumulates`, live ones
             become decay * score + weight.
         losers: [rows, heads] int32, written: the heavy slot with the lowest score, the lower one of equals.
@@ -53,8 +58,8 @@ def attend_with_torch(
     """
     heavy_slots = heavy_keys.shape[2]
     live_scores = (scores[..., :heavy_len], scores[..., heavy_slots : heavy_slots + ring_len])
-    keys = (heavy_keys[:, :, :heavy_len], ring_keys[:, :, :ring_len])
-    values = (heavy_values[:, :, :heavy_len], ring_values[:, :, :ring_len])
+    keys = (_entries(heavy_keys, heavy_len, query), _entries(ring_keys, ring_len, query))
+    values = (_entries(heavy_values, heavy_len, query), _entries(ring_values, ring_len, query))
     logits = torch.cat([_dot_keys(query, part) for part in keys], dim=-1).float()
     logits.masked_fill_(torch.cat(live_scores, dim=-1).isneginf(), -math.inf)
     weights = logits.softmax(dim=-1)  # [rows, heads, live slots]
@@ -104,14 +109,25 @@ def enter_with_torch(
         wins = leaving > lowest
         for stored, region in ((heavy_keys, ring_keys), (heavy_values, ring_values)):
             index = loser[..., None].expand(-1, -1, 1, stored.shape[-1])
-            leaving_entry = region[:, :, slot : slot + 1]
+            leaving_entry = _as_stored(region[:, :, slot : slot + 1], stored)
             stored.scatter_(2, index, torch.where(wins[..., None], leaving_entry, stored.gather(2, index)))
         columns.scatter_(2, loser, torch.where(wins, columns[..., at : at + 1], columns.gather(2, loser)))
         scores.scatter_(2, loser, torch.where(wins, leaving, lowest))
-    ring_keys[:, :, slot : slot + 1] = keys
-    ring_values[:, :, slot : slot + 1] = values
+    ring_keys[:, :, slot : slot + 1] = _as_stored(keys, ring_keys)
+    ring_values[:, :, slot : slot + 1] = _as_stored(values, ring_values)
     scores[..., at] = initial_scores[:, None]
     columns[..., at] = torch.where(initial_scores.isneginf(), -1, column).to(torch.int32)[:, None]
+
+
+def _entries(region: Tensor, live: int, query: Tensor) -> Tensor:
+    """The live entries of a region in the query's precision, [rows, heads, live, head_dim]."""
+    entries = region[:, :, :live]
+    return quant.decode(entries, query.shape[-1], query.dtype) if region.dtype == torch.uint8 else entries
+
+
+def _as_stored(entries: Tensor, region: Tensor) -> Tensor:
+    """Entries as a region keeps them: quantised there if they are not yet."""
+    return quant.encode(entries) if region.dtype == torch.uint8 != entries.dtype else entries
 
 
 def _dot_keys(query: Tensor, keys: Tensor) -> Tensor:
@@ -167,17 +183,17 @@ def describe(
 ) -> native.Attention:
     """A unit as the native library takes it, all slots live."""
     library = native.library()
-    assert library is not None and query.dtype in (torch.float32, ring_keys.dtype)
-    rows, heads, ring_slots, head_dim = ring_keys.shape
+    assert library is not None and (ring_keys.dtype == torch.uint8 or query.dtype in (torch.float32, ring_keys.dtype))
+    assert heavy_keys.dtype in (ring_keys.dtype, torch.uint8)
+    rows, heads, ring_slots, _ = ring_keys.shape
+    head_dim, heavy_slots = query.shape[-1], heavy_keys.shape[2]
     tensors = (query, heavy_keys, heavy_values, ring_keys, ring_values, scores, losers, output)
-    heavy_slots = heavy_keys.shape[2]
-    query_type = native.TYPES[query.dtype]
     return native.Attention(
         *map(native.pointer, tensors),
         *(rows * heads, head_dim, heavy_slots, ring_slots, heavy_slots, ring_slots),
-        *(native.TYPES[ring_keys.dtype], query_type, False, 1.0),
-        torch.get_num_threads(),
-        library.flexgen_h2o_best_path(head_dim),
+        *(native.TYPES[tensor.dtype] for tensor in (heavy_keys, ring_keys, query)),
+        *(False, 1.0, torch.get_num_threads()),
+        library.flexgen_h2o_best_path(head_dim, heavy_keys.dtype == torch.uint8),
     )
 
 
@@ -197,19 +213,24 @@ def enter_natively(
     """The same by the native library."""
     library = native.library()
     assert library is not None
-    rows, heads, ring_slots, head_dim = ring_keys.shape
+    rows, heads, ring_slots, _ = ring_keys.shape
+    head_dim = keys.shape[-1]
     keys, values, initial_scores = keys.contiguous(), values.contiguous(), initial_scores.contiguous()
     stored = (heavy_keys, heavy_values, ring_keys, ring_values, scores, columns, losers)
     unit = native.Entry(
         *map(native.pointer, (*stored, keys, values, initial_scores)),
-        *(rows * heads, heads, head_dim * keys.itemsize, heavy_keys.shape[2], ring_slots, column % ring_slots),
+        *(rows * heads, heads, head_dim, heavy_keys.shape[2], ring_slots, column % ring_slots),
+        *(native.TYPES[tensor.dtype] for tensor in (heavy_keys, ring_keys, keys)),
         *(column, column >= ring_slots, torch.get_num_threads()),
+        library.flexgen_h2o_best_path(head_dim, heavy_keys.dtype == torch.uint8),
     )
     library.flexgen_h2o_enter(ctypes.byref(unit))
 
 
 def attention_path(device: torch.device, head_dim: int) -> str:
     """How decode attention runs on a device, for reports."""
+    if device.type == "cuda" and ON_CUDA is not None:
+        return ON_CUDA.names
     path = native.best_path(head_dim) if device.type == "cpu" else None
     return "torch" if path is None else f"native, {path}"
 
@@ -219,5 +240,12 @@ _operators.impl("enter_token", enter_with_torch, "CompositeExplicitAutograd")
 if native.library() is not None:
     _operators.impl("decode_attention", attend_natively, "CPU")
     _operators.impl("enter_token", enter_natively, "CPU")
+ON_CUDA: Fastest | None = None
+if torch.backends.cuda.is_built() and find_spec("triton") is not None:  # it comes with torch, but not on every system
+    from flexgen_h2o.kernels import cuda
+
+    ON_CUDA = cuda.attention(attend_with_torch, cuda.event_seconds)
+    _operators.impl("decode_attention", ON_CUDA, "CUDA")
+    _operators.impl("enter_token", cuda.entry(enter_with_torch, cuda.event_seconds), "CUDA")
 attend = torch.ops.flexgen_h2o.decode_attention
 enter = torch.ops.flexgen_h2o.enter_token

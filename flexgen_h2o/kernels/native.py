@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-PATHS = ("portable", "AVX2", "AVX-512")
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # uint8: entries of 4 bits an element
+PATHS = ("portable", "AVX2", "AVX-512", "AVX-512 BF16")
 
 
 class Attention(Structure):
-    """`struct Attention` of attention.cpp: one unit's KV and what attention does to it."""
+    """`struct Attention` of attention.h: one unit's KV and what attention does to it."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("query", "heavy_keys", "heavy_values", "ring_keys", "ring_values")),
         *((name, c_void_p) for name in ("scores", "losers", "output")),
         *((name, c_int64) for name in ("pairs", "head_dim", "heavy_slots", "ring_slots", "heavy_len", "ring_len")),
-        *((name, c_int32) for name in ("kv_type", "query_type", "accumulates")),
+        *((name, c_int32) for name in ("heavy_type", "ring_type", "query_type", "accumulates")),
         ("decay", c_float),
         ("threads", c_int32),
         ("path", c_int32),
@@ -31,13 +31,14 @@ class Attention(Structure):
 
 
 class Entry(Structure):
-    """`struct Entry` of attention.cpp: a new token of one unit."""
+    """`struct Entry` of attention.h: a new token of one unit."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("heavy_keys", "heavy_values", "ring_keys", "ring_values")),
         *((name, c_void_p) for name in ("scores", "columns", "losers", "keys", "values", "initial_scores")),
-        *((name, c_int64) for name in ("pairs", "heads", "entry_bytes", "heavy_slots", "ring_slots", "ring_slot")),
-        *((name, c_int32) for name in ("column", "ring_is_full", "threads")),
+        *((name, c_int64) for name in ("pairs", "heads", "head_dim", "heavy_slots", "ring_slots", "ring_slot")),
+        *((name, c_int32) for name in ("heavy_type", "ring_type", "token_type")),
+        *((name, c_int32) for name in ("column", "ring_is_full", "threads", "path")),
     ]
 
 
@@ -51,7 +52,7 @@ def library() -> ctypes.CDLL | None:
             found.flexgen_h2o_read_only.argtypes = [POINTER(Attention)]
             found.flexgen_h2o_read_only.restype = c_float
             found.flexgen_h2o_enter.argtypes = [POINTER(Entry)]
-            found.flexgen_h2o_best_path.argtypes = [c_int64]
+            found.flexgen_h2o_best_path.argtypes = [c_int64, c_int32]
             found.flexgen_h2o_sizes.restype = c_int64
             is_of_this_version = found.flexgen_h2o_sizes() == ctypes.sizeof(Attention) << 32 | ctypes.sizeof(Entry)
         except (OSError, AttributeError):
@@ -61,10 +62,10 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def best_path(head_dim: int) -> str | None:
+def best_path(head_dim: int, in_4_bits: bool = False) -> str | None:
     """The instruction set that entries of a size are read with; None without the library."""
     found = library()
-    return None if found is None else PATHS[found.flexgen_h2o_best_path(head_dim)]
+    return None if found is None else PATHS[found.flexgen_h2o_best_path(head_dim, in_4_bits)]
 
 
 def pointer(tensor: Tensor) -> int:

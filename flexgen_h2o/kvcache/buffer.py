@@ -15,17 +15,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import decode
+from flexgen_h2o.kernels import decode, quantised
 from flexgen_h2o.kvcache.eviction import EvictionRule, choose_heavy
+from flexgen_h2o.quant_format import entry_bytes
 
 EMPTY = -math.inf
+ALIGNMENT = 4  # bytes; of scores, the widest elements
+# Elements: what quantising them makes in passing stays in the caches.
+QUANTISED_AT_ONCE = 2**20
 
 
 class Region:
-    """Keys and values of consecutive slots, at rest in the compute precision.
+    """Keys and values of consecutive slots, at rest in the compute precision or in 4 bits (module quant).
 
     Attributes:
-        keys, values: [rows, heads, slots, head_dim].
+        keys, values: [rows, heads, slots, head_dim]; in 4 bits [rows, heads, slots, entry bytes] uint8.
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -34,8 +38,14 @@ class Region:
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Overwrites `slots` ([n] int64, the same for all rows and heads) with [rows, heads, n, head_dim]."""
-        self.keys.index_copy_(2, slots, keys)
-        self.values.index_copy_(2, slots, values)
+        for stored, entries in ((self.keys, keys), (self.values, values)):
+            if stored.dtype != torch.uint8:
+                stored.index_copy_(2, slots, entries)
+                continue
+            for target, part in zip(
+                *(_in_parts(tensor, entries[0].numel()) for tensor in (stored, entries)), strict=True
+            ):
+                target.index_copy_(2, slots, quantised.encode(part))
 
 
 class Padding:
@@ -60,21 +70,36 @@ class Padding:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """Sizes of one unit's buffer."""
+    """Sizes of one unit's buffer.
+
+    Attributes:
+        heavy_in_4_bits, ring_in_4_bits: how a region keeps its entries; else in the compute precision.
+    """
 
     rows: int
     heads: int
     head_dim: int
     heavy: int
     recent: int
+    heavy_in_4_bits: bool = False
+    ring_in_4_bits: bool = False
 
     @property
     def slots(self) -> int:
         return self.heavy + self.recent
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values."""
-        return self.rows * self.heads * self.slots * self.head_dim * 2 * itemsize
+        """Bytes of keys and values, where an element of the compute precision takes `itemsize`."""
+        return 2 * sum(self._region_bytes(itemsize))
+
+    def _region_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Bytes of keys, or of values, in the heavy region and in the ring."""
+        whole, quantised = self.head_dim * itemsize, entry_bytes(self.head_dim)
+        pairs = self.rows * self.heads
+        return (
+            pairs * self.heavy * (quantised if self.heavy_in_4_bits else whole),
+            pairs * self.recent * (quantised if self.ring_in_4_bits else whole),
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -83,7 +108,7 @@ class UnitShape:
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of the whole buffer."""
-        return self.kv_bytes(itemsize) + self.state_bytes
+        return 2 * sum(map(_aligned, self._region_bytes(itemsize))) + self.state_bytes
 
 
 class KVBuffer:
@@ -123,18 +148,23 @@ class KVBuffer:
         """Takes the memory as that of a sub-batch that has seen `columns_seen` columns."""
         shape = replace(self.shape, rows=padding.rows)
         state = (shape.rows, shape.heads, shape.slots)
-        region = {part: (shape.rows, shape.heads, getattr(shape, part), shape.head_dim) for part in ("heavy", "recent")}
+        heavy = self._entries(shape.heavy, shape.heavy_in_4_bits)
+        ring = self._entries(shape.recent, shape.ring_in_4_bits)
         views = _carve(
             self.storage,
-            (state, torch.float32),
-            (state, torch.int32),
-            (state[:2], torch.int32),
-            *((region[part], self.dtype) for part in ("heavy", "heavy", "recent", "recent")),
+            *((state, torch.float32), (state, torch.int32), (state[:2], torch.int32)),
+            *(((*state[:2], *size), dtype) for size, dtype in (heavy, heavy, ring, ring)),
         )
         self.scores, self.columns, self.losers = views[:3]
         self.heavy, self.ring = Region(*views[3:5]), Region(*views[5:])
         self.padding = padding
         self._update_lengths(columns_seen)
+
+    def _entries(self, slots: int, in_4_bits: bool) -> tuple[tuple[int, int], torch.dtype]:
+        """Shape and type of a head's keys, or values, in a region."""
+        if in_4_bits:
+            return (slots, entry_bytes(self.shape.head_dim)), torch.uint8
+        return (slots, self.shape.head_dim), self.dtype
 
     def fill(self, keys: Tensor, values: Tensor, attention_sums: Tensor | None) -> None:
         """Takes what prefill computed: the last columns into the ring, the best of the others into heavy.
@@ -204,5 +234,14 @@ def _carve(storage: Tensor, *parts: tuple[tuple[int, ...], torch.dtype]) -> list
     for shape, dtype in parts:
         stop = start + math.prod(shape) * dtype.itemsize
         views.append(storage[start:stop].view(dtype).view(shape))
-        start = stop
+        start = _aligned(stop)
     return views
+
+
+def _in_parts(tensor: Tensor, row_elements: int) -> tuple[Tensor, ...]:
+    """A tensor by as many rows as are quantised at once."""
+    return tensor.split(max(1, QUANTISED_AT_ONCE // max(1, row_elements)))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

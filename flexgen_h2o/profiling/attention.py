@@ -1,11 +1,12 @@
 """Rate of decode attention, in bytes of keys and values that it reads."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from flexgen_h2o import quant
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import H2O
@@ -16,11 +17,11 @@ from flexgen_h2o.workspace import Workspace, padded
 HIDDEN_SIZE = 2048  # heads x head_dim of a row: OPT-1.3b's
 
 
-def unit_shape(head_dim: int, slots: int, kv_bytes: int, itemsize: int) -> UnitShape:
+def unit_shape(head_dim: int, slots: int, kv_bytes: int, itemsize: int, in_4_bits: bool = False) -> UnitShape:
     """A unit of as many rows as fit into `kv_bytes`, at least one; half of its slots are heavy."""
-    one_row = UnitShape(1, HIDDEN_SIZE // head_dim, head_dim, slots // 2, slots - slots // 2)
-    rows = max(1, kv_bytes // one_row.kv_bytes(itemsize))
-    return UnitShape(rows, one_row.heads, head_dim, one_row.heavy, one_row.recent)
+    heads, heavy = HIDDEN_SIZE // head_dim, slots // 2
+    one_row = UnitShape(1, heads, head_dim, heavy, slots - heavy, in_4_bits, in_4_bits)
+    return replace(one_row, rows=max(1, kv_bytes // one_row.kv_bytes(itemsize)))
 
 
 def full_buffer(shape: UnitShape, dtype: torch.dtype, storage: Tensor) -> KVBuffer:
@@ -32,11 +33,20 @@ def full_buffer(shape: UnitShape, dtype: torch.dtype, storage: Tensor) -> KVBuff
     buffer = KVBuffer(shape, H2O(shape.heavy, shape.recent), dtype, storage)
     buffer.resume(Padding(torch.zeros(shape.rows, dtype=torch.int64)), shape.slots)
     for part in (buffer.heavy, buffer.ring):
-        fill(part.keys)
-        fill(part.values)
+        for entries in (part.keys, part.values):
+            fill_entries(entries, shape.head_dim)
     buffer.scores.zero_()
     buffer.columns.zero_()
     return buffer
+
+
+def fill_entries(entries: Tensor, head_dim: int) -> None:
+    """Fills keys or values with random numbers; in 4 bits all rows with the same ones."""
+    if entries.dtype != torch.uint8:
+        fill(entries)
+    elif entries.numel():
+        row = torch.empty(*entries.shape[1:3], head_dim, device=entries.device)
+        entries.copy_(quant.encode(fill(row)).expand_as(entries))
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ class Products:
         device: torch.device,
     ):
         layout = best_layout(device, dtype, [shape])
-        in_memory = layout.storage_shape(shape, dtype)
-        count = weight_count(shape, nbytes, dtype)
-        self._weights = cycle([layout.matrix(fill(workspace.take(in_memory, dtype)), shape) for _ in range(count)])
+        in_memory = layout.storage(shape, dtype).shape
+        buffer = workspace.take((layout.buffer_bytes([shape], dtype),), torch.uint8)
+        storages = [fill(workspace.take(in_memory, dtype)) for _ in range(weight_count(shape, nbytes, dtype))]
+        self._weights = cycle([layout.matrix(storage, shape, dtype, buffer) for storage in storages])
         self._bias = fill(workspace.take(shape[:1], dtype))
         self._x = fill(workspace.take((most_rows, shape[1]), dtype))
         self._out = workspace.take((most_rows, shape[0]), dtype)

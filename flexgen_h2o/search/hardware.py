@@ -12,12 +12,14 @@ from typing import Any
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.search.rates import Rate, rate_from_json, rate_problems
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int4": 4.5 / 8}  # with scales and minima
+DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 TIERS = ("gpu", "cpu", "disk")
 VERSION = 1
 COMPARABLE = ("machine", "versions", "git_commit", "settings")  # of two environments, if alike
 ROOT = Path(__file__).parent.parent.parent
+DEFAULT_OPERATION_S = 2e-4
 AGREEMENT = 0.01  # between numbers of a file that say the same thing
 
 
@@ -54,11 +56,18 @@ class Hardware:
         Between measured rows it is a power of rows: a straight line through the logarithms of both, which is exact
         while the weight's bytes alone take the time. Outside of them it is that of the nearest.
         """
+        return _interpolate(self._gemm_points(dtype), rows)
+
+    def fastest_gemm_flops(self, dtype: str) -> float:
+        """The most FLOP/s of a product, over all measured rows."""
+        return max(value for _, value in self._gemm_points(dtype))
+
+    def _gemm_points(self, dtype: str) -> list[tuple[int, float]]:
         pattern = f"gemm/{dtype}/"
         points = sorted((int(name.rsplit("/", 1)[1]), rate.value) for name, rate in self._named(pattern))
         if not points:
             raise self._lacks(pattern + "ROWS")
-        return _interpolate(points, rows)
+        return points
 
     def weight_bytes_s(self, dtype: str, rows: float) -> float:
         """Bytes of weights that products of `rows` rows take in a second: each element does 2 rows of FLOPs."""
@@ -75,6 +84,11 @@ class Hardware:
         if not found:
             raise self._lacks(pattern + "HEAD_DIM")
         return found[min(sorted(found), key=lambda size: abs(math.log(size / head_dim)))]
+
+    def operation_s(self) -> float:
+        """Fixed seconds of what is done for some rows in one layer, however few they are; a guess if none is known."""
+        name = f"operation/{self.device}"
+        return self.rates[name].value if name in self.rates else DEFAULT_OPERATION_S
 
     def read_bytes_s(self, device: str | None = None) -> float:
         """Memory bandwidth of a device (None: the compute device), the most over the measured threads."""

@@ -7,6 +7,8 @@ SHOWN = {  # unit of a rate: what it is divided by, and the unit it is shown in
     "FLOP/s": (1e9, "GFLOP/s"),
     "byte/s": (GB, "GB/s"),
     "s/byte": (1 / GB, "s per GB"),
+    "value/s": (1e9, "G/s"),
+    "s/layer": (1e-3, "ms"),
 }
 
 

@@ -5,13 +5,18 @@ add, and so does the processor time that a disk costs.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import prod
+from typing import Any
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig, is_matrix
+from flexgen_h2o.policy import Policy
+from flexgen_h2o.quant_format import entry_bytes
 from flexgen_h2o.search.hardware import Hardware
+
+FOUR_BITS = "int4"  # the name of that precision among rates
 
 
 @dataclass
@@ -19,40 +24,75 @@ class PhaseWork:
     """What prefill or decode has computed and moved, counted, and how long it took, measured.
 
     Attributes:
-        gemm_flops: FLOPs of products by their rows.
-        kv_bytes: keys and values that decode attention has read.
+        gemm_flops: FLOPs of products by their rows, in the compute precision.
+        kv_bytes: keys and values that decode attention has read in that precision.
         moved: bytes by link.
         busy_s: seconds by lane.
+        gemm4_flops, kv4_bytes: the same with weights, or keys and values, in 4 bits.
     """
 
     gemm_flops: Counter[int] = field(default_factory=Counter)
     kv_bytes: int = 0
     moved: Counter[str] = field(default_factory=Counter)
     busy_s: dict[str, float] = field(default_factory=dict)
+    gemm4_flops: Counter[int] = field(default_factory=Counter)
+    kv4_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As an object; rows become text there."""
+        return {**asdict(self), "gemm_flops": dict(self.gemm_flops), "gemm4_flops": dict(self.gemm4_flops)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "PhaseWork":
+        """What to_json() has written."""
+        by_rows = {
+            name: Counter({int(rows): flops for rows, flops in values[name].items()})
+            for name in ("gemm_flops", "gemm4_flops")
+        }
+        return cls(**{**values, **by_rows, "moved": Counter(values["moved"])})
 
     def add(self, other: "PhaseWork") -> None:
         """Adds the work of another block."""
         self.gemm_flops.update(other.gemm_flops)
         self.kv_bytes += other.kv_bytes
+        self.gemm4_flops.update(other.gemm4_flops)
+        self.kv4_bytes += other.kv4_bytes
         self.moved.update(other.moved)
         for lane, seconds in other.busy_s.items():
             self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
 
 
 def prefill_flops(config: ModelConfig, unit_rows: Iterable[int], width: int) -> Counter[int]:
-    """FLOPs of prefill by the rows of its products, for sub-batches of prompts padded to `width` columns.
+    """FLOPs of prefill's products with weights, by rows, for sub-batches of prompts padded to `width` columns.
 
-    A product of [rows, in] and [in, out] is 2 rows in out; attention of n columns to all before them is half of
-    2 * 2 n^2 hidden_size per layer and sequence. After the last layer's attention only one token a row goes on.
+    A product of [rows, in] and [in, out] is 2 rows in out. After the last layer's attention only one token a row goes
+    on.
     """
     flops: Counter[int] = Counter()
     hidden, layers = config.hidden_size, config.num_hidden_layers
     for rows in unit_rows:
         tokens = rows * width
         flops[tokens] += 2 * tokens * (_layer_elements(config) * (layers - 1) + 3 * hidden**2)
-        flops[tokens] += layers * 2 * rows * width**2 * hidden
         flops[rows] += 2 * rows * (_layer_elements(config) - 3 * hidden**2 + _head_elements(config))
     return flops
+
+
+def prefill_attention_flops(config: ModelConfig, unit_rows: Iterable[int], width: int) -> Counter[int]:
+    """FLOPs of prefill's attention, by the rows of the products beside it.
+
+    Attention of n columns to all before them is half of 2 * 2 n^2 hidden_size per layer and sequence.
+    """
+    flops: Counter[int] = Counter()
+    for rows in unit_rows:
+        flops[rows * width] += config.num_hidden_layers * 2 * rows * width**2 * config.hidden_size
+    return flops
+
+
+def prefill_work(config: ModelConfig, policy: Policy, unit_rows: Sequence[int], width: int) -> PhaseWork:
+    """What prefill computes, for sub-batches of prompts padded to `width` columns."""
+    work = PhaseWork(prefill_attention_flops(config, unit_rows, width))
+    _products(work, policy).update(prefill_flops(config, unit_rows, width))
+    return work
 
 
 def decode_flops(config: ModelConfig, group_rows: Iterable[int]) -> Counter[int]:
@@ -63,9 +103,13 @@ def decode_flops(config: ModelConfig, group_rows: Iterable[int]) -> Counter[int]
     return flops
 
 
-def decode_kv_bytes(config: ModelConfig, rows: int, live_slots: int, itemsize: int) -> int:
-    """Bytes of keys and values that attention reads in one decode step."""
-    return 2 * config.num_hidden_layers * rows * live_slots * config.hidden_size * itemsize
+def decode_kv_bytes(config: ModelConfig, rows: int, live_slots: int, entry_bytes: int) -> int:
+    """Bytes of keys and values that attention reads in one decode step.
+
+    Args:
+        entry_bytes: of one key of one head.
+    """
+    return 2 * config.num_hidden_layers * rows * live_slots * config.num_attention_heads * entry_bytes
 
 
 def resource_seconds(work: PhaseWork, hardware: Hardware, dtype: str, head_dim: int) -> dict[str, float]:
@@ -73,9 +117,14 @@ def resource_seconds(work: PhaseWork, hardware: Hardware, dtype: str, head_dim: 
 
     Raises UsageError if the hardware file lacks a rate.
     """
-    seconds = {"compute": sum(flops / hardware.gemm_flops(dtype, rows) for rows, flops in work.gemm_flops.items())}
-    if work.kv_bytes:
-        seconds["compute"] += work.kv_bytes / hardware.attention_bytes_s(dtype, head_dim)
+    seconds = {"compute": 0.0}
+    for precision, flops, nbytes in (
+        (dtype, work.gemm_flops, work.kv_bytes),
+        (FOUR_BITS, work.gemm4_flops, work.kv4_bytes),
+    ):
+        seconds["compute"] += sum(count / hardware.gemm_flops(precision, rows) for rows, count in flops.items())
+        if nbytes:
+            seconds["compute"] += nbytes / hardware.attention_bytes_s(precision, head_dim)
     disk = {
         "disk_read": (hardware.disk_read_bytes_s, hardware.disk_read_cpu_s_per_byte),
         "disk_write": (hardware.disk_write_bytes_s, hardware.disk_write_cpu_s_per_byte),
@@ -99,7 +148,7 @@ def limit_of(
     Args:
         device: where compute happens: cpu or cuda.
     """
-    if not work.gemm_flops:
+    if not work.gemm_flops and not work.gemm4_flops:
         return None, None, "nothing was computed"
     if hardware is not None and hardware.device != device:
         return None, None, f"{hardware.origin} describes a machine that computes on {hardware.device}"
@@ -113,13 +162,18 @@ def limit_of(
     return seconds[binding], binding, None
 
 
-def live_slots(heavy: int, recent: int, columns_seen: int) -> int:
-    """Slots that hold something once a row without padding has taken in so many columns."""
-    return min(recent, columns_seen) + min(heavy, max(0, columns_seen - recent))
+def live_slots(heavy: int, recent: int, columns_seen: int) -> tuple[int, int]:
+    """Heavy and recent slots that hold something once a row without padding has taken in so many columns."""
+    return min(heavy, max(0, columns_seen - recent)), min(recent, columns_seen)
 
 
 def decode_work(
-    config: ModelConfig, group_rows: Sequence[int], slots: tuple[int, int], columns: Iterable[int], itemsize: int
+    config: ModelConfig,
+    policy: Policy,
+    group_rows: Sequence[int],
+    slots: tuple[int, int],
+    columns: Iterable[int],
+    itemsize: int,
 ) -> PhaseWork:
     """What decode steps compute.
 
@@ -129,10 +183,20 @@ def decode_work(
         columns: how many columns have entered the cache at each step.
     """
     work = PhaseWork()
+    rows, whole, quantised = sum(group_rows), config.head_dim * itemsize, entry_bytes(config.head_dim)
     for seen in columns:
-        work.gemm_flops.update(decode_flops(config, group_rows))
-        work.kv_bytes += decode_kv_bytes(config, sum(group_rows), live_slots(*slots, seen), itemsize)
+        _products(work, policy).update(decode_flops(config, group_rows))
+        for live, in_4_bits in zip(live_slots(*slots, seen), policy.cache_in_4_bits, strict=True):
+            if in_4_bits:
+                work.kv4_bytes += decode_kv_bytes(config, rows, live, quantised)
+            else:
+                work.kv_bytes += decode_kv_bytes(config, rows, live, whole)
     return work
+
+
+def _products(work: PhaseWork, policy: Policy) -> Counter[int]:
+    """Where products with weights are counted."""
+    return work.gemm4_flops if policy.compress_weight else work.gemm_flops
 
 
 def _layer_elements(config: ModelConfig) -> int:

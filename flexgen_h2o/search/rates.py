@@ -1,9 +1,11 @@
 """One rate of a machine, the names that rates have, and the unit that goes with each name.
 
-    gemm/DTYPE/ROWS                    FLOP/s   products on the compute device: [ROWS, in] . [out, in] of DTYPE
-    attention/DEVICE/DTYPE/HEAD_DIM    byte/s   decode attention, in bytes of keys and values
+    gemm/DTYPE/ROWS                    FLOP/s   products on the compute device: [ROWS, in] . [out, in] of DTYPE; int4
+                                                stands for weights in 4-bit groups, multiplied in the default precision
+    attention/DEVICE/DTYPE/HEAD_DIM    byte/s   decode attention, in bytes of keys and values; DTYPE may be int4
     memory/DEVICE/read/THREADS         byte/s   bytes read
     memory/DEVICE/copy/THREADS         byte/s   bytes copied, each read once and written once
+    operation/DEVICE                   s/layer  fixed time of what is done for a sub-batch in one layer
     link/DIRECTION/KIND                byte/s   h2d or d2h, from or to pinned or pageable host memory
     disk/DIRECTION/PATH/IN_FLIGHT      byte/s   read or write, direct or buffered, requests in flight
     disk_cpu/DIRECTION/PATH/IN_FLIGHT  s/byte   processor time that this takes
@@ -11,6 +13,21 @@
                                                 thread streams from disk, or copies memory
 
 THREADS of a GPU is 1.
+
+Names that begin with `flexgen/` are no rates of a machine: they say how fast FlexGen's engine was on one, as its
+authors fitted them (search/flexgen_model.py), and nothing else uses them:
+
+    flexgen/h2d                        byte/s   weights, hidden states and 4-bit KV to the GPU
+    flexgen/d2h/WHAT                   byte/s   cache or hidden, to host memory
+    flexgen/disk_read                  byte/s
+    flexgen/disk_write/WHAT            byte/s   cache or hidden
+    flexgen/gemm/PHASE                 FLOP/s   prefill or decode
+    flexgen/attention/prefill          FLOP/s
+    flexgen/attention/decode/DEVICE    FLOP/s
+    flexgen/effective_disk_read        byte/s   three additions of this project to the fitted constants
+    flexgen/gpu_memory                 byte/s
+    flexgen/launch                     s/layer  of one sub-batch
+    flexgen/dequantise                 value/s
 """
 
 import math
@@ -27,14 +44,21 @@ _DTYPE = "(float32|bfloat16|float16)"
 _COUNT = "[1-9][0-9]*"
 _DEVICE = "(cpu|cuda)"
 UNITS = {
-    rf"gemm/{_DTYPE}/{_COUNT}": "FLOP/s",
-    rf"attention/{_DEVICE}/{_DTYPE}/{_COUNT}": "byte/s",
+    rf"gemm/({_DTYPE}|int4)/{_COUNT}": "FLOP/s",
+    rf"attention/{_DEVICE}/({_DTYPE}|int4)/{_COUNT}": "byte/s",
     rf"memory/{_DEVICE}/(read|copy)/{_COUNT}": "byte/s",
+    rf"operation/{_DEVICE}": "s/layer",
     r"link/(h2d|d2h)/(pinned|pageable)": "byte/s",
     rf"disk/(read|write)/(direct|buffered)/{_COUNT}": "byte/s",
     rf"disk_cpu/(read|write)/(direct|buffered)/{_COUNT}": "s/byte",
     rf"threads/{_COUNT}/(disk|copy)/gemm": "FLOP/s",
     rf"threads/{_COUNT}/(disk|copy)/stream": "byte/s",
+    r"flexgen/(h2d|disk_read|effective_disk_read|gpu_memory)": "byte/s",
+    r"flexgen/(d2h|disk_write)/(cache|hidden)": "byte/s",
+    r"flexgen/gemm/(prefill|decode)": "FLOP/s",
+    rf"flexgen/attention/(prefill|decode/{_DEVICE})": "FLOP/s",
+    r"flexgen/launch": "s/layer",
+    r"flexgen/dequantise": "value/s",
 }
 
 

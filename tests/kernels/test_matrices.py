@@ -8,18 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexgen_h2o.kernels import matrices, onednn
-from flexgen_h2o.kernels.matrices import (
-    LEAST_ROWS,
-    Matrix,
-    MatrixLayout,
-    PanelLayout,
-    PlainLayout,
-    best_layout,
-    rows_at_once,
-)
+from flexgen_h2o.kernels import onednn
+from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout, PanelLayout, PlainLayout, best_layout, panels
+from flexgen_h2o.kernels.matrices.panels import LEAST_ROWS, rows_at_once
 
 CPU = torch.device("cpu")
+NO_BUFFER = torch.empty(0, dtype=torch.uint8)
 DTYPES = [torch.float32, torch.bfloat16]
 needs_panels = pytest.mark.skipif(
     not PanelLayout().is_native(torch.float32), reason="oneDNN has another layout, or none, on this processor"
@@ -33,9 +27,10 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 def stored(layout: MatrixLayout, matrix: Tensor, dtype: torch.dtype) -> Matrix:
     """The matrix in memory that was full of NaN."""
     shape = (matrix.shape[0], matrix.shape[1])
-    storage = torch.full(layout.storage_shape(shape, dtype), torch.nan, dtype=dtype)
+    in_memory = layout.storage(shape, dtype)
+    storage = in_memory.over(torch.full((in_memory.nbytes,), 255, dtype=torch.uint8))
     layout.encode(storage, matrix)
-    return layout.matrix(storage, shape)
+    return layout.matrix(storage, shape, dtype, torch.empty(layout.buffer_bytes([shape], dtype), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,7 +38,7 @@ def stored(layout: MatrixLayout, matrix: Tensor, dtype: torch.dtype) -> Matrix:
 @pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96])
 def test_every_weight_lies_where_the_layout_says(out: int, inputs: int, dtype: torch.dtype) -> None:
     matrix, layout = random((out, inputs), dtype), PanelLayout()
-    storage = torch.full(layout.storage_shape((out, inputs), dtype), torch.nan, dtype=dtype)
+    storage = torch.full(layout.storage((out, inputs), dtype).shape, torch.nan, dtype=dtype)
     layout.encode(storage, matrix)
     together = 4 // dtype.itemsize
     expected = torch.zeros(storage.shape, dtype=dtype)
@@ -91,7 +86,7 @@ def test_rows_are_taken_from_panels_as_from_a_table(dtype: torch.dtype) -> None:
 @needs_panels
 @pytest.mark.parametrize("rows", [LEAST_ROWS - 1, LEAST_ROWS, LEAST_ROWS + 1, 3 * LEAST_ROWS + 5])
 def test_many_rows_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(matrices, "RESULT_BYTES", 1)
+    monkeypatch.setattr(panels, "RESULT_BYTES", 1)
     parts, linear = [], onednn.linear
     monkeypatch.setattr(onednn, "linear", lambda x, *rest: parts.append(len(x)) or linear(x, *rest))
     weight, x = random((70, 40), torch.float32), random((rows, 40), torch.float32, 1)
@@ -104,8 +99,8 @@ def test_many_rows_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch, rows
 def test_a_matrix_is_what_its_memory_holds_now() -> None:
     """A read buffer is filled again for every layer."""
     layout, first, second = PanelLayout(), random((80, 48), torch.bfloat16), random((80, 48), torch.bfloat16, 1)
-    storage = torch.empty(layout.storage_shape((80, 48), torch.bfloat16), dtype=torch.bfloat16)
-    matrix = layout.matrix(storage, (80, 48))
+    storage = torch.empty(layout.storage((80, 48), torch.bfloat16).shape, dtype=torch.bfloat16)
+    matrix = layout.matrix(storage, (80, 48), torch.bfloat16, NO_BUFFER)
     x = random((3, 48), torch.bfloat16, 2)
     for weight in (first, second):
         layout.encode(storage, weight)
@@ -114,10 +109,10 @@ def test_a_matrix_is_what_its_memory_holds_now() -> None:
 
 
 def test_a_result_on_its_way_is_charged() -> None:
-    panels, plain = PanelLayout(), PlainLayout()
+    in_panels, plain = PanelLayout(), PlainLayout()
     assert rows_at_once(8192, 2) == 512 and rows_at_once(50272, 4) == LEAST_ROWS
-    assert panels.result_bytes(10, 8192, 2) == 10 * 8192 * 2
-    assert panels.result_bytes(4096, 8192, 2) == 8 * 2**20
+    assert in_panels.result_bytes(10, 8192, 2) == 10 * 8192 * 2
+    assert in_panels.result_bytes(4096, 8192, 2) == 8 * 2**20
     assert plain.result_bytes(4096, 8192, 2) == 0
 
 
@@ -137,4 +132,4 @@ def test_a_shape_that_is_packed_in_another_way_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(onednn, "describe", lambda shape, dtype: (1, b""))
     layout = PanelLayout()
     with pytest.raises(RuntimeError, match=r"\[80, 48\]"):
-        layout.matrix(torch.empty(layout.storage_shape((80, 48), torch.float32)), (80, 48))
+        layout.matrix(torch.empty(layout.storage((80, 48), torch.float32).shape), (80, 48), torch.float32, NO_BUFFER)

@@ -61,12 +61,20 @@ N = 23
 FIRSTS = [0, 9, 22]  # no pads, some, and all but the last
 
 
+# How many rows, heads of those, and queries are computed at once. With few queries keys end before the last column.
+CHUNKS = [(1, 1, 1), (1, 1, 7), (1, 2, 2), (2, 2, 7), (3, 2, 22), (3, 2, 23)]
+
+
+def set_chunks(monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, int, int]) -> None:
+    monkeypatch.setattr(attention, "prefill_chunks", lambda *_: chunks)
+
+
 @pytest.mark.parametrize("firsts", [FIRSTS, [0, 0, 0], [5, 6, 7]], ids=str)
-@pytest.mark.parametrize("chunk", [1, 2, 7, 22, 23, 100])
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 def test_chunks_of_any_size_equal_the_dense_matrix(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, firsts: list[int]
+    monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, int, int], firsts: list[int]
 ) -> None:
-    monkeypatch.setattr(attention, "PREFILL_LOGITS", chunk * ROWS * HEADS * N)
+    set_chunks(monkeypatch, chunks)
     query, key, value = random_qkv(N, scale=2.0)
     output, sums = attend(
         query, key, value, Padding(torch.tensor(firsts)), sum_attention=True, workspace=new_workspace()
@@ -87,9 +95,9 @@ def test_without_sums_the_output_is_the_same() -> None:
     assert torch.equal(output, attend(query, key, value, Padding(firsts), sum_attention=True)[0])
 
 
-@pytest.mark.parametrize("chunk", [1, 4, N])
-def test_what_pads_hold_changes_nothing(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(attention, "PREFILL_LOGITS", chunk * ROWS * HEADS * N)
+@pytest.mark.parametrize("chunks", CHUNKS[::2], ids=str)
+def test_what_pads_hold_changes_nothing(monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, int, int]) -> None:
+    set_chunks(monkeypatch, chunks)
     results = []
     for seed in (1, 2):
         tensors = random_qkv(N)
@@ -103,12 +111,12 @@ def test_what_pads_hold_changes_nothing(monkeypatch: pytest.MonkeyPatch, chunk: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("chunk", [1, 4, N])
+@pytest.mark.parametrize("chunks", CHUNKS[::2], ids=str)
 def test_pads_stay_finite_and_each_real_query_gives_1(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """A pad query that is masked altogether would be NaN; one that counts would add 1 to the sum."""
-    monkeypatch.setattr(attention, "PREFILL_LOGITS", chunk * ROWS * HEADS * N)
+    set_chunks(monkeypatch, chunks)
     query, key, value = (tensor.to(dtype) for tensor in random_qkv(N, scale=3.0))
     output, sums = attend(
         query, key, value, Padding(torch.tensor(FIRSTS)), sum_attention=True, workspace=new_workspace()
@@ -154,6 +162,74 @@ def test_memory_grows_with_the_prompt_and_not_with_its_square(monkeypatch: pytes
     assert largest.elements <= limit
     assert nbytes < 5 * 4 * HEADS * n * HEAD_DIM + 4 * 4 * limit + 4 * HEADS * n + 10_000 < 4 * HEADS * n * n
     assert largest_difference(output[:, :, :50], expected) < 1e-5
+
+
+@pytest.mark.parametrize("limit", [200, 5_000, 100_000])
+@pytest.mark.parametrize(
+    ("rows", "heads", "n", "head_dim"), [(5, 3, 40, 8), (2, 4, 100, 16), (7, 2, 5, 4), (1, 1, 1, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_workspace_that_is_foreseen_suffices(
+    dtype: torch.dtype, rows: int, heads: int, n: int, head_dim: int, limit: int
+) -> None:
+    """And little of it is left."""
+    nbytes = attention.prefill_attention_bytes(rows, heads, n, head_dim, dtype.itemsize, limit)
+    workspace = MeteredWorkspace(torch.empty(nbytes, dtype=torch.uint8), limit)
+    query, key, value = torch.randn(3, rows, heads, n, head_dim).to(dtype)
+    attend(query, key, value, Padding(torch.zeros(rows, dtype=torch.int64)), True, workspace)
+    # In float32 products are the logits: no second copy.
+    unused = 4 * n * math.prod(attention.prefill_chunks(rows, heads, n, limit)) if dtype == torch.float32 else 0
+    assert nbytes - workspace.most <= 10 * 64 + unused
+
+
+class MeteredWorkspace(Workspace):
+    """Notes the most bytes that were in use."""
+
+    most = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        taken = super().take(shape, dtype)
+        self.most = max(self.most, self._used)
+        return taken
+
+
+@pytest.mark.parametrize("n", [1000, 1023])
+def test_a_long_prompt_takes_products_of_few_shapes(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Some libraries keep code for each, and a prompt of n tokens must not have n of them."""
+    set_chunks(monkeypatch, (1, 1, 4))
+    products = ProductShapes()
+    with products:
+        attend(*random_qkv(n, rows=1), Padding(torch.tensor([3])), True)
+    assert products.count > n // 4 * HEADS * 3 - 3  # the walk does see them
+    assert len(products.shapes) <= 3 * (attention.PREFIXES + 1)
+
+
+class ProductShapes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the shapes of batched products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.shapes: set[tuple[tuple[int, ...], ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "bmm" in str(func):
+            self.count += 1
+            self.shapes.add(tuple(tuple(tensor.shape) for tensor in args if isinstance(tensor, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("limit", [1, 1000, 2**20, 2**25])
+@pytest.mark.parametrize(
+    ("rows", "heads", "n"), [(1, 32, 2048), (32, 32, 128), (3, 4, 12_000), (64, 12, 1), (2, 7, 63)]
+)
+def test_rows_and_heads_are_taken_apart_before_queries(rows: int, heads: int, n: int, limit: int) -> None:
+    rows_at_once, heads_at_once, queries = attention.prefill_chunks(rows, heads, n, limit)
+    assert 1 <= rows_at_once <= rows and 1 <= heads_at_once <= heads and 1 <= queries <= n
+    assert rows_at_once == 1 or heads_at_once == heads
+    at_once = rows_at_once * heads_at_once
+    assert at_once * queries * n <= limit or (at_once == queries == 1)
+    assert at_once == 1 or queries >= min(n, attention.LEAST_QUERIES)
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from flexgen_h2o.model_config import published
+from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.limits import (
     PhaseWork,
@@ -15,7 +16,9 @@ from flexgen_h2o.search.limits import (
     decode_work,
     limit_of,
     live_slots,
+    prefill_attention_flops,
     prefill_flops,
+    prefill_work,
     resource_seconds,
 )
 from flexgen_h2o.search.rates import Rate
@@ -46,25 +49,41 @@ def test_decode_multiplies_each_row_with_every_matrix_once() -> None:
 def test_prefill_multiplies_every_token_but_in_the_last_layer_one_a_row() -> None:
     rows, width = 4, 10
     tokens = rows * width
-    products = 2 * tokens * (11 * LAYER + 3 * 768**2)
-    attention = 12 * rows * 2 * width**2 * 768  # 2 products of n x n x head_dim, 2 FLOPs each, half of them masked
-    last = 2 * rows * (LAYER - 3 * 768**2 + HEAD)
-    assert prefill_flops(OPT, [rows], width) == Counter({tokens: products + attention, rows: last})
+    products = Counter({tokens: 2 * tokens * (11 * LAYER + 3 * 768**2), rows: 2 * rows * (LAYER - 3 * 768**2 + HEAD)})
+    # 2 products of n x n x head_dim, 2 FLOPs each, half of them masked
+    attention = Counter({tokens: 12 * rows * 2 * width**2 * 768})
+    assert prefill_flops(OPT, [rows], width) == products
+    assert prefill_attention_flops(OPT, [rows], width) == attention
+    assert prefill_work(OPT, Policy(), [rows], width) == PhaseWork(products + attention)
+    compressed = prefill_work(OPT, Policy(compress_weight=True), [rows], width)
+    assert compressed == PhaseWork(attention, gemm4_flops=products)
 
 
 def test_attention_reads_keys_and_values_of_live_slots() -> None:
-    assert decode_kv_bytes(OPT, 8, 20, 2) == 8 * 20 * 12 * 2 * 768 * 2
+    assert decode_kv_bytes(OPT, 8, 20, 64 * 2) == 8 * 20 * 12 * 2 * 768 * 2
 
 
 @pytest.mark.parametrize(("columns", "live"), [(1, 1), (5, 5), (6, 6), (8, 8), (9, 8), (100, 8)], ids=str)
 def test_slots_fill_up(columns: int, live: int) -> None:
-    assert live_slots(3, 5, columns) == live
+    assert sum(live_slots(3, 5, columns)) == live
 
 
 def test_decode_work_is_that_of_its_steps() -> None:
-    work = decode_work(OPT, [2], (3, 5), [4, 100], 2)
+    work = decode_work(OPT, Policy(), [2], (3, 5), [4, 100], 2)
     assert work.gemm_flops[2] == 2 * decode_flops(OPT, [2])[2]
-    assert work.kv_bytes == decode_kv_bytes(OPT, 2, 4, 2) + decode_kv_bytes(OPT, 2, 8, 2)
+    assert work.kv_bytes == decode_kv_bytes(OPT, 2, 4, 128) + decode_kv_bytes(OPT, 2, 8, 128)
+    assert (work.gemm4_flops, work.kv4_bytes) == (Counter(), 0)
+
+
+def test_what_is_in_4_bits_is_counted_apart() -> None:
+    policy = Policy(compress_weight=True, compress_cache=True)
+    work = decode_work(OPT, policy, [2], (3, 5), [100], 2)
+    assert work == PhaseWork(gemm4_flops=decode_flops(OPT, [2]), kv4_bytes=decode_kv_bytes(OPT, 2, 8, 36))
+    mixed = decode_work(OPT, Policy(compress_cache=True, ring_16bit=True), [2], (3, 5), [100], 2)
+    assert (mixed.kv_bytes, mixed.kv4_bytes) == (decode_kv_bytes(OPT, 2, 5, 128), decode_kv_bytes(OPT, 2, 3, 36))
+    rates = {"gemm/int4/1": 1e9, "gemm/int4/100": 1e9, "attention/cpu/int4/64": 1e6}
+    seconds = resource_seconds(work, machine(**rates), "bfloat16", 64)["compute"]
+    assert seconds == pytest.approx(work.gemm4_flops[2] / 1e9 + work.kv4_bytes / 1e6)
 
 
 def test_products_attention_and_what_a_disk_costs_add_up_on_one_device() -> None:

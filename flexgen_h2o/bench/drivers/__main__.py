@@ -136,6 +136,7 @@ def _measure(settings: Settings, loaded: Loaded, seed: int, gen_len: int) -> dic
         "first_tokens": [int(token) for token in rows[0][:FIRST_TOKENS]],
         "tokens_digest": sha256(np.array(rows, np.int64).tobytes()).hexdigest()[:16],
         **as_values(usage),
+        **generation.counted,
     }
 
 

@@ -86,11 +86,13 @@ class Generation:
         token_ids: [batch][gen_len], the new tokens.
         prefill_s: from the call to the first new token of every row.
         decode_s: the rest.
+        counted: what else the engine knows of this generation; goes into its line.
     """
 
     token_ids: list[list[int]]
     prefill_s: float
     decode_s: float
+    counted: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

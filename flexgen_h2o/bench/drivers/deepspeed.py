@@ -33,28 +33,36 @@ def load(settings: Settings) -> Loaded:
     starts again with one more (`first_buffer_count` tells where that begins). The smallest count takes least memory but
     leaves nothing to read ahead into: where memory allows, a larger one is faster (opt-1.3b, fast disk: 6 decodes 1.6
     times as fast as 1) and the fair choice.
+
+    Option of both: `num_bits` 4 or 8, weights in groups of 64 of so many bits; DeepSpeed does that in float16 alone.
     """
     nvme = settings.engine == "deepspeed_nvme"
-    options = settings.chosen(**({"buffer_count": None, "first_buffer_count": FEWEST_BUFFERS} if nvme else {}))
+    only_nvme = {"buffer_count": None, "first_buffer_count": FEWEST_BUFFERS} if nvme else {}
+    options = settings.chosen(num_bits=None, **only_nvme)
+    bits = options["num_bits"]
+    if bits is not None and settings.dtype != "float16":
+        raise EngineRefused(
+            f"{settings.engine} quantises weights of float16 alone, and the precision is {settings.dtype}"
+        )
     _prepare(nvme)
     if not nvme:
-        return Loaded(_Model(settings, _config(settings)).generate)
+        return Loaded(_Model(settings, _config(settings), bits).generate, {"num_bits": bits})
     given = options["buffer_count"] is not None
     count = options["buffer_count"] if given else options["first_buffer_count"]
     with buffers(count, given):
-        model = _Model(settings, _config(settings, count))
+        model = _Model(settings, _config(settings, count), bits)
 
     def generate_within_buffers(prompts: NDArray[np.int64], gen_len: int) -> Generation:
         with buffers(count, given):
             return model.generate(prompts, gen_len)
 
-    return Loaded(generate_within_buffers, {"buffer_count": count})
+    return Loaded(generate_within_buffers, {"buffer_count": count, "num_bits": bits})
 
 
 class _Model:
     """A model of transformers whose parameters DeepSpeed keeps elsewhere."""
 
-    def __init__(self, settings: Settings, config: dict[str, Any]):
+    def __init__(self, settings: Settings, config: dict[str, Any], num_bits: int | None = None):
         import deepspeed
         import torch
         from transformers import AutoModelForCausalLM
@@ -65,10 +73,24 @@ class _Model:
         # While this object lives, from_pretrained makes parameters where the configuration wants them.
         self._switch = HfDeepSpeedConfig(config)
         model = AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch_dtype(settings.dtype))
-        self._model = deepspeed.initialize(model=model, config=config)[0].module.eval()
+        try:
+            model = deepspeed.initialize(model=model, config=config)[0].module.eval()
+        except ValueError as error:  # on a CPU: float16, and with it weights of few bits
+            raise EngineRefused(f"{settings.engine} refuses {settings.dtype} here: {error}") from error
+        self._model = model if num_bits is None else _quantised(model, config, num_bits)
 
     def generate(self, prompts: NDArray[np.int64], gen_len: int) -> Generation:
         return generate(self._model, prompts, gen_len)
+
+
+def _quantised(model: Any, config: dict[str, Any], num_bits: int) -> Any:
+    """The model with its weights in groups, as DeepSpeed's ZeRO-Inference example does it after loading."""
+    from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
+
+    group = {"num_bits": num_bits, "group_size": 64, "group_dim": 1, "symmetric": False}
+    kinds = ("fc1", "fc2", "q_proj", "k_proj", "v_proj", "out_proj", "embed_tokens")
+    config["weight_quantization"] = {"post_init_quant": dict.fromkeys(kinds, group)}
+    return _init_group_wise_weight_quantization(model, config)
 
 
 def _prepare(nvme: bool) -> None:

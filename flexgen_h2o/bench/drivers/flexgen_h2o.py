@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from flexgen_h2o.bench.drivers.common import EngineRefused, Generation, Loaded, Settings
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.placement import Percent
+from flexgen_h2o.placement import TIERS, Percent
 from flexgen_h2o.sampling import SamplingParams
 
 
@@ -52,4 +52,9 @@ def _generate(llm: LLM, prompts: NDArray[np.int64], gen_len: int) -> Generation:
     except UsageError as error:
         raise EngineRefused(" ".join(error.problems)) from error
     decode_s = llm.totals.decode_s
-    return Generation([output.token_ids for output in outputs], ended - started - decode_s, decode_s)
+    ledger = llm.ledger()
+    counted = {
+        "work": {phase: work.to_json() for phase, work in llm.totals.work.items()},
+        "ledger_peak_bytes": None if ledger is None else {tier: ledger.peak(tier) for tier in TIERS},
+    }
+    return Generation([output.token_ids for output in outputs], ended - started - decode_s, decode_s, counted)

@@ -15,6 +15,15 @@
 #include <immintrin.h>
 #endif
 
+// For what must not leave registers.
+#if defined(__GNUC__) || defined(__clang__)
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define ALWAYS_INLINE_CALL __attribute__((always_inline))
+#else
+#define ALWAYS_INLINE inline
+#define ALWAYS_INLINE_CALL
+#endif
+
 struct Half {
     uint16_t bits;
 };
@@ -82,6 +91,11 @@ constexpr float LN2_LOW = -2.12194440e-4f;
 constexpr float EXP_TERMS[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
 
+// The code of an element in 4 bits, two a byte.
+inline float code_at(const char* codes, int64_t element) {
+    return float(uint8_t(codes[element / 2]) >> 4 * (element % 2) & 15);
+}
+
 namespace portable {
 struct Vector {
     static constexpr int width = 1;
@@ -96,11 +110,14 @@ struct Vector {
     void store_to(T* target) const {
         store(target, value);
     }
-    bool has(float x) const { return value == x; }
+    // A bit for every element that equals x.
+    uint64_t equal(float x) const { return value == x; }
     static Vector multiply_add(Vector a, Vector b, Vector c) { return {a.value * b.value + c.value}; }
     Vector operator*(Vector other) const { return {value * other.value}; }
     Vector operator+(Vector other) const { return {value + other.value}; }
     Vector operator-(Vector other) const { return {value - other.value}; }
+    Vector operator/(Vector other) const { return {value / other.value}; }
+    Vector rounded() const { return {std::nearbyint(value)}; }  // ties to even
     static Vector max(Vector a, Vector b) { return {a.value > b.value ? a.value : b.value}; }
     static Vector min(Vector a, Vector b) { return {a.value < b.value ? a.value : b.value}; }
     float largest() const { return value; }
@@ -109,6 +126,16 @@ struct Vector {
     static Vector exp(Vector x) { return {x.value < LOWEST ? 0.0f : std::exp(x.value)}; }
     // x where the score marks an entry, -infinity where its slot is empty.
     static Vector mask_empty(Vector x, Vector score) { return {std::isinf(score.value) && score.value < 0 ? score.value : x.value}; }
+    // Codes of 4 bits, two a byte, of even and odd elements; from `width` bytes.
+    static void load_codes(const uint8_t* source, Vector& even, Vector& odd) { even = {float(*source & 15)}, odd = {float(*source >> 4)}; }
+    // The same from half as many bytes; zeros behind them.
+    static void load_few_codes(const uint8_t*, Vector& even, Vector& odd) { even = odd = {0}; }
+    // The pairs of bfloat16, scale and minimum, of up to `width` entries, `stride` bytes apart; zeros behind the last.
+    static void load_ranges(const char* first, int64_t, int64_t, Vector& scale, Vector& minimum) {
+        uint16_t pair[2];
+        std::memcpy(pair, first, sizeof pair);
+        scale = {to_float(BFloat16{pair[0]})}, minimum = {to_float(BFloat16{pair[1]})};
+    }
     static void sum_four(const Vector* parts, float* target) {
         for (int i = 0; i < 4; ++i) target[i] = parts[i].value;
     }

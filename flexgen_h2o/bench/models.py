@@ -1,0 +1,73 @@
+"""Models with random weights in this process' memory, for measuring parts of a run without a prompt or a checkpoint."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.engine import Engine
+from flexgen_h2o.kernels.matrices import best_layout
+from flexgen_h2o.kvcache.buffer import Padding
+from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.platforms import Platform
+from flexgen_h2o.policy import Policy
+from flexgen_h2o.profiling.timing import fill
+from flexgen_h2o.runtime import Runtime
+from flexgen_h2o.weight_sources import DUMMY_STD
+
+CPU = torch.device("cpu")
+
+
+class Greedy:
+    """A TokenChooser that takes the most likely token, as long as it is asked."""
+
+    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+    def finished(self) -> bool:
+        return False
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, rows: int) -> Runtime:
+    """A model of random weights in this machine's memory, for blocks of one sub-batch of `rows` rows; to be closed."""
+    layout = best_layout(CPU, dtype, config.matrix_shapes())
+    runtime = Runtime(config, dtype, Policy(gpu_batch_size=rows), Platform(CPU, matrix_layout=layout))
+    shapes = config.shapes()
+    try:
+        runtime.load(
+            lambda names: ((name, fill_parameter(name, torch.empty(shapes[name], dtype=dtype))) for name in names),
+            lambda placed: None,
+        )
+    except BaseException:
+        runtime.close()
+        raise
+    return runtime
+
+
+def fill_parameter(name: str, parameter: Tensor) -> Tensor:
+    """Fills a parameter with the distribution of dummy weights; quickly, since the numbers repeat."""
+    return fill(parameter).mul_(DUMMY_STD).add_(1.0 if name.endswith("norm.weight") else 0.0)
+
+
+def model_facts(config: ModelConfig) -> dict[str, Any]:
+    """What a record says of a model's shape."""
+    return {"model": config.name, "layers": config.num_hidden_layers, "hidden_size": config.hidden_size}
+
+
+def no_padding(rows: int) -> Padding:
+    """Rows that all begin at column 0."""
+    return Padding(torch.zeros(rows, dtype=torch.int64))
+
+
+def fill_cache(engine: Engine, keys: Tensor, values: Tensor, attention_sums: Tensor) -> None:
+    """Fills every layer of a one-unit KV cache as a prefill would that had computed these.
+
+    Args:
+        keys, values: [rows, heads, n, head_dim], the same for all layers.
+        attention_sums: [rows, heads, n] float32; ignored where the rule does not accumulate.
+    """
+    engine.kv.begin([no_padding(len(keys))])
+    for layer in range(engine.config.num_hidden_layers):
+        buffer = engine.kv.empty(layer, 0)
+        buffer.fill(keys, values, attention_sums if buffer.rule.accumulates else None)
+        engine.kv.store_filled(layer, 0)

@@ -1,0 +1,133 @@
+"""Matrices in 4-bit groups, a row an entry of bytes (quant.py), multiplied after their values have been restored.
+
+For every device and precision. A part of the outputs at a time is decoded into a buffer that all matrices share.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o import quant
+from flexgen_h2o.kernels import quantised
+from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
+from flexgen_h2o.kernels.matrices.plain import PlainMatrix
+from flexgen_h2o.quant_format import GROUP, entry_bytes, groups_of
+
+# Bytes that are decoded at once: on a CPU few, so that they stay in the caches; on a GPU enough to keep it busy.
+DECODED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
+ENCODED_VALUES = 2**18  # at once, lest what encoding needs in passing be larger than the matrix
+
+
+def decoding_bytes(inputs: int, dtype: torch.dtype) -> int:
+    """Bytes of the buffer that one row takes: its values in float32, and in the precision of compute."""
+    return 8 * -(-inputs // 2) + (0 if dtype == torch.float32 else inputs * dtype.itemsize)
+
+
+class QuantisedRowMatrix:
+    """A matrix whose rows are entries.
+
+    Args:
+        storage: [out, entry_bytes(in)] uint8.
+        buffer: [n] uint8, for at least one row.
+    """
+
+    def __init__(self, storage: Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Tensor):
+        self.shape = shape
+        self._storage = storage
+        self._dtype = dtype
+        self._at_once = max(1, buffer.nbytes // decoding_bytes(shape[1], dtype))
+        self._buffer = buffer
+
+    def product(self, x: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
+        for start in range(0, self.shape[0], self._at_once):
+            part = slice(start, start + self._at_once)
+            weight, target = self._decode(self._storage[part]), output[:, part]
+            if bias is None:
+                torch.mm(x, weight.t(), out=target)
+            else:
+                torch.addmm(bias[part], x, weight.t(), out=target)
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        wanted = ids.reshape(-1)
+        found = torch.empty(len(wanted), self.shape[1], dtype=self._dtype, device=self._storage.device)
+        for part, target in zip(wanted.split(self._at_once), found.split(self._at_once), strict=True):
+            target.copy_(self._decode(self._storage[part]))
+        return found.view(*ids.shape, self.shape[1])
+
+    def dense(self) -> Tensor:
+        return self.rows(torch.arange(self.shape[0], device=self._storage.device))
+
+    def _decode(self, entries: Tensor) -> Tensor:
+        """Values [n, in] of entries [n, entry_bytes(in)], in the buffer; the same as quant.decode()'s."""
+        inputs = self.shape[1]
+        code_bytes, groups = -(-inputs // 2), groups_of(inputs)
+        wide = 8 * code_bytes * len(entries)
+        values = self._buffer[:wide].view(torch.float32).view(len(entries), code_bytes, 2)
+        low, high, packed = values[..., 0], values[..., 1], entries[:, :code_bytes]
+        high.copy_(packed).mul_(1 / 16).floor_()
+        low.copy_(packed).sub_(high, alpha=16)
+        metadata = entries[:, code_bytes:].clone(memory_format=torch.contiguous_format)  # at an even address
+        ranges = metadata.view(torch.bfloat16).float().view(len(entries), groups, 2)
+        flat, whole = values.view(len(entries), 2 * code_bytes), inputs // GROUP
+        for columns, of_groups in (
+            (slice(0, whole * GROUP), slice(0, whole)),
+            (slice(whole * GROUP, inputs), slice(whole, groups)),
+        ):
+            part = flat[:, columns]
+            if part.numel():
+                part = part.unflatten(1, (of_groups.stop - of_groups.start, -1))
+                part.mul_(ranges[:, of_groups, :1]).add_(ranges[:, of_groups, 1:])
+        if self._dtype == torch.float32:
+            return flat[:, :inputs]
+        nbytes = len(entries) * inputs * self._dtype.itemsize
+        return self._buffer[wide : wide + nbytes].view(self._dtype).view(-1, inputs).copy_(flat[:, :inputs])
+
+
+class QuantisedRowLayout:
+    """[out, entry_bytes(in)] uint8.
+
+    Args:
+        device_type: where matrices will be used.
+    """
+
+    name = "4-bit rows"
+
+    def __init__(self, device_type: str = "cpu"):
+        self._decoded_bytes = DECODED_BYTES.get(device_type, DECODED_BYTES["cpu"])
+
+    @property
+    def tables(self) -> "QuantisedRowLayout":
+        return self
+
+    def prepare(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+        pass
+
+    def storage(self, shape: tuple[int, int], dtype: torch.dtype) -> Storage:
+        return Storage((shape[0], entry_bytes(shape[1])), torch.uint8)
+
+    def encode(self, storage: Tensor, matrix: Tensor) -> None:
+        if storage.is_meta:
+            return
+        if matrix.device.type == "cpu" and quantised.library() is not None:
+            entries = storage if storage.device == matrix.device else torch.empty(storage.shape, dtype=torch.uint8)
+            quantised.quantise(matrix, entries, quant.CLIPS, quant.FITS, in_strips=False)
+            if entries is not storage:
+                storage.copy_(entries)
+            return
+        at_once = max(1, ENCODED_VALUES // matrix.shape[1])
+        for part, target in zip(matrix.split(at_once), storage.split(at_once), strict=True):
+            target.copy_(quant.encode_weight(part))
+
+    def matrix(self, storage: Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Tensor) -> Matrix:
+        if storage.is_meta:
+            return PlainMatrix(storage.new_empty(shape, dtype=dtype))  # shapes are all that matters there
+        return QuantisedRowMatrix(storage, shape, dtype, buffer)
+
+    def buffer_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
+        sizes = ((out, decoding_bytes(inputs, dtype)) for out, inputs in shapes)
+        return max((row * min(out, max(1, self._decoded_bytes // row)) for out, row in sizes), default=0)
+
+    def result_bytes(self, rows: int, out: int, itemsize: int) -> int:
+        return 0

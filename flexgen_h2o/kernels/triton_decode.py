@@ -1,0 +1,262 @@
+"""The two operators of decode.py as Triton kernels for a GPU: few launches, and keys and values read once.
+
+A program computes one row and head. Keys and values may be float16, bfloat16 or float32; everything is computed in
+float32, so outputs are nearer to the exact ones than those of torch's operations in half precision.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ENTRIES = (torch.float16, torch.bfloat16, torch.float32)  # precisions in which keys and values may lie
+TILE = 4096  # elements of keys read at once by a program
+SCORES_AT_ONCE = 1024
+LENGTHS = ["heavy_slots", "ring_slots", "heavy_len", "ring_len"]
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether these, of an operator's arguments, lie as the kernels want them."""
+    return all(tensor.is_contiguous() and tensor.dtype in ENTRIES for tensor in tensors)
+
+
+def attend_with_triton(
+    query: Tensor,
+    heavy_keys: Tensor,
+    heavy_values: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    scores: Tensor,
+    losers: Tensor,
+    heavy_len: int,
+    ring_len: int,
+    accumulates: bool,
+    decay: float,
+) -> Tensor:
+    """decode_attention; arguments and result are those of decode.attend_with_torch()."""
+    rows, heads, ring_slots, head_dim = ring_keys.shape
+    heavy_slots, pairs = heavy_keys.shape[2], rows * heads
+    query = query.contiguous()
+    output = torch.empty_like(query)
+    logits = torch.empty(pairs, heavy_len + ring_len if accumulates else 0, device=query.device)
+    statistics = torch.empty(pairs, 2, device=query.device)
+    width = triton.next_power_of_2(head_dim)
+    sizes = (heavy_slots, ring_slots, heavy_len, ring_len)
+    _attend[(pairs,)](
+        *(query, heavy_keys, heavy_values, ring_keys, ring_values, scores, output, logits, statistics, *sizes),
+        head_dim=head_dim,
+        width=width,
+        block=max(1, TILE // width),
+        keeps_logits=accumulates,
+    )
+    if accumulates or heavy_slots:
+        _update_scores[(pairs,)](
+            *(scores, losers, logits, statistics, *sizes, decay), accumulates=accumulates, block=SCORES_AT_ONCE
+        )
+    return output
+
+
+def enter_with_triton(
+    heavy_keys: Tensor,
+    heavy_values: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    scores: Tensor,
+    columns: Tensor,
+    losers: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    initial_scores: Tensor,
+    column: int,
+) -> None:
+    """enter_token; arguments are those of decode.enter_with_torch()."""
+    rows, heads, ring_slots, head_dim = ring_keys.shape
+    # One warp: what it reads of a slot and then writes there stays in order.
+    _enter[(rows * heads,)](
+        *(heavy_keys, heavy_values, ring_keys, ring_values, scores, columns, losers),
+        *(keys.contiguous(), values.contiguous(), initial_scores.contiguous()),
+        *(heads, heavy_keys.shape[2], ring_slots, column % ring_slots, column, int(column >= ring_slots)),
+        head_dim=head_dim,
+        width=triton.next_power_of_2(head_dim),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _entries(region, slots, dims, is_read, head_dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Entries of one row and head in float32, [slots, dims]; 0 where none is read."""
+    return tl.load(region + slots[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _attend_region(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    scores,
+    logits,
+    live,
+    largest,
+    total,
+    weighted,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    keeps_logits: tl.constexpr,
+):
+    """Goes on with a softmax over one more region: its largest logit, the sum of weights, and that of values by weight.
+
+    Weights are relative to the largest logit so far.
+    """
+    dims = tl.arange(0, width)
+    for first in range(0, live, block):
+        slots = first + tl.arange(0, block)
+        is_live = slots < live
+        is_read = is_live[:, None] & (dims < head_dim)[None, :]
+        logit = tl.sum(_entries(keys, slots, dims, is_read, head_dim) * query[None, :], axis=1)
+        score = tl.load(scores + slots, mask=is_live, other=float("-inf"))
+        logit = tl.where(score == float("-inf"), float("-inf"), logit)
+        if keeps_logits:
+            tl.store(logits + slots, logit, mask=is_live)
+        new_largest = tl.maximum(largest, tl.max(logit, axis=0))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # as long as all slots have been empty
+        weight = tl.exp(logit - shift)
+        fade = tl.exp(largest - shift)
+        value = _entries(values, slots, dims, is_read, head_dim)
+        total = total * fade + tl.sum(weight, axis=0)
+        weighted = weighted * fade + tl.sum(weight[:, None] * value, axis=0)
+        largest = new_largest
+    return largest, total, weighted
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _attend(  # type: ignore[no-untyped-def]
+    query,
+    heavy_keys,
+    heavy_values,
+    ring_keys,
+    ring_values,
+    scores,
+    output,
+    logits,
+    statistics,
+    heavy_slots,
+    ring_slots,
+    heavy_len,
+    ring_len,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    keeps_logits: tl.constexpr,
+):
+    """The output of one row and head, and for its scores: logits of live slots, the largest, and the sum of weights."""
+    pair = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, width)
+    q = tl.load(query + pair * head_dim + dims, mask=dims < head_dim, other=0.0).to(tl.float32)
+    largest, total, weighted = float("-inf"), 0.0, tl.zeros([width], tl.float32)
+    own_scores = scores + pair * (heavy_slots + ring_slots)
+    own_logits = logits + pair * (heavy_len + ring_len)
+    at = pair * heavy_slots * head_dim
+    largest, total, weighted = _attend_region(
+        q, heavy_keys + at, heavy_values + at, own_scores, own_logits, heavy_len, largest, total, weighted,
+        head_dim, width, block, keeps_logits,
+    )  # fmt: skip
+    at = pair * ring_slots * head_dim
+    largest, total, weighted = _attend_region(
+        q, ring_keys + at, ring_values + at, own_scores + heavy_slots, own_logits + heavy_len, ring_len,
+        largest, total, weighted, head_dim, width, block, keeps_logits,
+    )  # fmt: skip
+    tl.store(output + pair * head_dim + dims, weighted / total, mask=dims < head_dim)
+    tl.store(statistics + pair * 2, largest)
+    tl.store(statistics + pair * 2 + 1, total)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "decay"])
+def _update_scores(  # type: ignore[no-untyped-def]
+    scores,
+    losers,
+    logits,
+    statistics,
+    heavy_slots,
+    ring_slots,
+    heavy_len,
+    ring_len,
+    decay,
+    accumulates: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Adds the weights to the scores of one row and head, and finds the lowest in heavy, the lower slot of equals."""
+    pair = tl.program_id(0).to(tl.int64)
+    largest = tl.load(statistics + pair * 2)
+    total = tl.load(statistics + pair * 2 + 1)
+    scores += pair * (heavy_slots + ring_slots)
+    logits += pair * (heavy_len + ring_len)
+    lowest, loser = float("inf"), 0
+    for first in range(0, heavy_slots, block):
+        slots = first + tl.arange(0, block)
+        is_slot = slots < heavy_slots
+        score = tl.load(scores + slots, mask=is_slot, other=float("inf"))
+        if accumulates:
+            is_live = (slots < heavy_len) & (score != float("-inf"))
+            logit = tl.load(logits + slots, mask=is_live, other=0.0)
+            score = tl.where(is_live, decay * score + tl.exp(logit - largest) / total, score)
+            tl.store(scores + slots, score, mask=is_live)
+        least = tl.min(score, axis=0)
+        slot = tl.min(tl.where((score == least) & is_slot, slots, heavy_slots), axis=0)
+        loser = tl.where(least < lowest, slot, loser)
+        lowest = tl.minimum(least, lowest)
+    if heavy_slots > 0:
+        tl.store(losers + pair, loser)
+    if accumulates:
+        for first in range(0, ring_len, block):
+            slots = first + tl.arange(0, block)
+            score = tl.load(scores + heavy_slots + slots, mask=slots < ring_len, other=float("-inf"))
+            is_live = score != float("-inf")
+            logit = tl.load(logits + heavy_len + slots, mask=is_live, other=0.0)
+            score = decay * score + tl.exp(logit - largest) / total
+            tl.store(scores + heavy_slots + slots, score, mask=is_live)
+
+
+@triton.jit(do_not_specialize=["heads", "heavy_slots", "ring_slots", "slot", "column", "ring_is_full"])
+def _enter(  # type: ignore[no-untyped-def]
+    heavy_keys,
+    heavy_values,
+    ring_keys,
+    ring_values,
+    scores,
+    columns,
+    losers,
+    keys,
+    values,
+    initial_scores,
+    heads,
+    heavy_slots,
+    ring_slots,
+    slot,
+    column,
+    ring_is_full,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+):
+    """Enters the token of one row and head."""
+    pair = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, width)
+    is_dim = dims < head_dim
+    scores += pair * (heavy_slots + ring_slots)
+    columns += pair * (heavy_slots + ring_slots)
+    in_ring = (pair * ring_slots + slot) * head_dim + dims
+    if (heavy_slots > 0) & (ring_is_full != 0):
+        loser = tl.load(losers + pair)
+        leaving = tl.load(scores + heavy_slots + slot)
+        if leaving > tl.load(scores + loser):
+            in_heavy = (pair * heavy_slots + loser) * head_dim + dims
+            tl.store(heavy_keys + in_heavy, tl.load(ring_keys + in_ring, mask=is_dim), mask=is_dim)
+            tl.store(heavy_values + in_heavy, tl.load(ring_values + in_ring, mask=is_dim), mask=is_dim)
+            tl.store(columns + loser, tl.load(columns + heavy_slots + slot))
+            tl.store(scores + loser, leaving)
+    own = pair * head_dim + dims
+    tl.store(ring_keys + in_ring, tl.load(keys + own, mask=is_dim), mask=is_dim)
+    tl.store(ring_values + in_ring, tl.load(values + own, mask=is_dim), mask=is_dim)
+    score = tl.load(initial_scores + pair // heads)
+    tl.store(scores + heavy_slots + slot, score)
+    tl.store(columns + heavy_slots + slot, tl.where(score == float("-inf"), -1, column))

@@ -1,0 +1,52 @@
+"""The rates that a run is held against where nobody has profiled the machine: measured quickly, once."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.platforms import DEFAULT_WEIGHT_CACHE
+from flexgen_h2o.profiling.profile import measure
+from flexgen_h2o.profiling.settings import QUICK
+from flexgen_h2o.records import environment
+from flexgen_h2o.search.hardware import Hardware, find_hardware, read_hardware, write_hardware
+
+
+def find_or_measure(choice: str, name: str, device: torch.device, folder: Path) -> Hardware | None:
+    """The machine that a run is held against; what it says goes to standard error.
+
+    Args:
+        choice: "auto" for this machine, measured in about ten seconds if it has no file; or what find_hardware() takes.
+        name: of this machine.
+        device: where compute happens.
+        folder: on the disk that runs use; it need not exist.
+    Returns: None where auto finds nothing and there is no room to measure, or nothing computes (meta).
+    Raises UsageError if what is asked for is not there.
+    """
+    found = find_hardware(choice, name)
+    if found is not None or choice != "auto" or device.type == "meta":
+        return found
+    kept = quick_file(name)
+    if kept.exists():
+        return read_hardware(kept)
+    print(f"note: {name} has no hardware file; measuring it quickly, once", file=sys.stderr)
+    try:
+        measured = measure(QUICK, device, nearest_parent(folder), name, environment())
+        write_hardware(kept, measured)
+    except (UsageError, OSError) as error:
+        print(f"note: limits will be missing: {error}", file=sys.stderr)
+        return None
+    print(f"note: kept in {kept}; python -m flexgen_h2o.profile_hardware measures more", file=sys.stderr)
+    return measured
+
+
+def quick_file(name: str) -> Path:
+    """Where a quick measurement of a machine is kept."""
+    return Path(DEFAULT_WEIGHT_CACHE).expanduser() / "hardware" / f"{name}.json"
+
+
+def nearest_parent(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    folder = folder.expanduser().resolve()
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())

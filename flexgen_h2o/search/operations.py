@@ -1,0 +1,173 @@
+"""Seconds and bytes of single operations of the schedule, from the same rates and sizes as the cost model's."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import prod
+
+from flexgen_h2o.model_config import is_matrix
+from flexgen_h2o.placement import Tier, small_first
+from flexgen_h2o.policy import Policy
+from flexgen_h2o.schedule import OUTER, Attend, BlockShape, Choose, Finish, Group, Operation, Project
+from flexgen_h2o.search.cost_model import SOFTMAX_BYTES, VECTORS, CostModel
+from flexgen_h2o.search.limits import FOUR_BITS, live_slots
+from flexgen_h2o.search.sizes import MemoryPlan
+
+
+class OperationTimes:
+    """Of a policy on a machine. Units and groups are those of the block's shape."""
+
+    def __init__(self, model: CostModel, policy: Policy):
+        self.model, self.policy, self.job = model, policy, model.job
+        self.config, self.hardware = model.job.config, model.hardware
+        self.plan = MemoryPlan(model.job, policy)
+        self._page_bytes: dict[int, dict[Tier, float]] = {}
+
+    @property
+    def issue_s(self) -> float:
+        """The fixed time of what is done for some rows in a layer."""
+        lane = "compute" if self.job.joint else "issue"
+        return self.hardware.operation_s() / self._share(lane)
+
+    # --- computation ---
+
+    def compute_s(self, operation: Operation, shape: BlockShape) -> float:
+        """Seconds that the compute device is busy with an operation."""
+        return self._device_s(operation, shape) / self._share("compute")
+
+    def _device_s(self, operation: Operation, shape: BlockShape) -> float:
+        match operation:
+            case Project(token, _, group):
+                return self._product_s(self._tokens(token, group), self._qkv_elements)
+            case Finish(token, layer, group):
+                tokens = self._tokens(token, group)
+                # After the last layer's attention in prefill, one token of a row goes on.
+                last = not token and layer == self.config.num_hidden_layers - 1
+                products = self._product_s(
+                    _rows(group.rows) if last else tokens, self._layer_elements - self._qkv_elements
+                )
+                vectors = VECTORS * self.job.hidden_bytes(tokens, 1)
+                return products + vectors / self.hardware.read_bytes_s()
+            case Choose(_, group):
+                return self._product_s(_rows(group.rows), self._head_elements)
+            case Attend(token, _, unit):
+                rows = _rows(shape.unit_rows[unit])
+                return (
+                    self._decode_attention_s(rows, token, self.job.device) if token else self._prefill_attention_s(rows)
+                )
+        return 0.0
+
+    def host_attention(self, unit: int, token: int, shape: BlockShape) -> tuple[float, float]:
+        """Seconds of a unit's attention on the CPU, and the bytes that it reads."""
+        rows = _rows(shape.unit_rows[unit])
+        seconds = self._decode_attention_s(rows, token, "cpu") + self.hardware.operation_s()
+        return seconds / self._share("host"), rows * sum(self._live_bytes(token))
+
+    def _tokens(self, token: int, group: Group) -> int:
+        return _rows(group.rows) * (1 if token else self.job.prompt_len)
+
+    def _product_s(self, rows: int, elements: int) -> float:
+        precision = FOUR_BITS if self.policy.compress_weight else self.job.dtype
+        return 2 * rows * elements / self.hardware.gemm_flops(precision, rows)
+
+    def _prefill_attention_s(self, rows: int) -> float:
+        pairs, width = self.config.num_attention_heads * rows, self.job.prompt_len
+        flops = 2 * rows * width**2 * self.config.hidden_size
+        products = flops / self.hardware.gemm_flops(self.job.dtype, rows * width)
+        return products + pairs * width**2 / 2 * SOFTMAX_BYTES / self.hardware.read_bytes_s()
+
+    def _decode_attention_s(self, rows: int, token: int, device: str) -> float:
+        return sum(
+            rows
+            * nbytes
+            / self.hardware.attention_bytes_s(FOUR_BITS if packed else self.job.dtype, self.config.head_dim, device)
+            for nbytes, packed in zip(self._live_bytes(token), self.policy.cache_in_4_bits, strict=True)
+            if nbytes
+        )
+
+    def _live_bytes(self, token: int) -> tuple[float, float]:
+        """Keys and values of a row and layer that a step reads, of heavy region and ring."""
+        heavy, recent = live_slots(self.job.heavy, self.job.recent, self.job.prompt_len + token)
+        whole = self.job.kv_row_bytes(self.policy)
+        return whole[0] * heavy / max(1, self.job.heavy), whole[1] * recent / self.job.recent
+
+    @cached_property
+    def _layer_elements(self) -> int:
+        return sum(prod(shape) for name, shape in self.config.layer_shapes().items() if is_matrix(name))
+
+    @property
+    def _qkv_elements(self) -> int:
+        return 3 * self.config.hidden_size**2
+
+    @property
+    def _head_elements(self) -> int:
+        config = self.config
+        projected = config.hidden_size * config.word_embed_proj_dim if config.has_embedding_projection else 0
+        return config.vocab_size * config.word_embed_proj_dim + projected
+
+    # --- bytes ---
+
+    def page_bytes(self, page: int) -> dict[Tier, float]:
+        """What has to be brought of a page of weights, by tier."""
+        if page not in self._page_bytes:
+            shapes = self.config.outer_shapes() if page == OUTER else self.config.layer_shapes()
+            prefix = "" if page == OUTER else f"layers.{page}."
+            found: dict[Tier, float] = {"cpu": 0.0, "disk": 0.0}
+            for name, shape in small_first(shapes).items():
+                tier = self.plan.homes[prefix + name]
+                if tier == "disk" or (tier == "cpu" and not self.job.joint):
+                    found[tier] += self.job.tensor_bytes(shape, self.policy.compress_weight)
+            self._page_bytes[page] = found
+        return self._page_bytes[page]
+
+    def unit_bytes(self, unit: int, shape: BlockShape) -> float:
+        """A unit's KV, whole."""
+        return self.job.unit_bytes(self.policy, _rows(shape.unit_rows[unit]))
+
+    def entry_bytes(self, unit: int, shape: BlockShape) -> float:
+        """What a step on the device changes of a unit in host memory: the new key and value, and all scores."""
+        rows = _rows(shape.unit_rows[unit])
+        return 2 * self.job.hidden_bytes(rows, 1) + 4 * rows * self.config.num_attention_heads * (self.job.slots + 1)
+
+    def query_bytes(self, unit: int, shape: BlockShape) -> float:
+        """What a step on the CPU needs of a unit: queries, keys and values."""
+        return 3 * self.job.hidden_bytes(_rows(shape.unit_rows[unit]), 1)
+
+    def output_bytes(self, unit: int, shape: BlockShape) -> float:
+        """What it returns."""
+        return self.job.hidden_bytes(_rows(shape.unit_rows[unit]), 1)
+
+    def hidden_bytes(self, group: Group) -> float:
+        """Hidden states of a prefill group."""
+        return self.job.hidden_bytes(_rows(group.rows), self.job.prompt_len)
+
+    def moves(self, direction: str, nbytes: Mapping[Tier, float]) -> Iterator[tuple[str, float, float]]:
+        """Lanes that a move takes, at once: lane, seconds, and bytes that pass host memory.
+
+        Args:
+            direction: "load" to the device, or "store" from it.
+            nbytes: by the tier that they come from or go to.
+        """
+        hardware, loads = self.hardware, direction == "load"
+        on_disk = nbytes.get("disk", 0.0)
+        if on_disk:
+            lane = "disk_read" if loads else "disk_write"
+            rate = hardware.disk_read_bytes_s() if loads else hardware.disk_write_bytes_s()
+            yield lane, on_disk / rate / self._share(lane), on_disk
+            if self.job.joint:
+                cost = hardware.disk_read_cpu_s_per_byte() if loads else hardware.disk_write_cpu_s_per_byte()
+                yield "processor", on_disk * cost / hardware.cores / self._share("compute"), 0.0
+        through_link = 0.0 if self.job.joint else on_disk + nbytes.get("cpu", 0.0)
+        if through_link:
+            lane = "h2d" if loads else "d2h"
+            yield lane, through_link / hardware.link_bytes_s(lane, pinned=True) / self._share(lane), through_link
+
+    def host_memory_s(self, nbytes: float) -> float:
+        """Seconds of host memory's bandwidth."""
+        return nbytes / self.hardware.read_bytes_s("cpu") / self._share("host_memory")
+
+    def _share(self, lane: str) -> float:
+        return self.model.lane_shares.get(lane, 1.0)
+
+
+def _rows(rows: slice) -> int:
+    return int(rows.stop - rows.start)

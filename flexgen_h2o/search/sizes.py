@@ -1,0 +1,263 @@
+"""How many bytes a run holds on each tier, without making its buffers: the ledger of runtime.py in closed form.
+
+All buffers of a run are made before its first block and given back after its last, so that prefill and decode have the
+same peak; what only one of them uses is in the larger of the two, the workspace. Sizes are those of FlexGen (Sheng et
+al. 2023, arXiv 2303.06865), section 4.2 and appendix A.3, with this engine's buffers in place of its own, and for H2O
+(Zhang et al. 2023, arXiv 2306.14048) a KV cache of constant size: heavy + recent entries a row, whatever is generated.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.placement import TIERS, Shares, Tier, place_weights
+from flexgen_h2o.policy import Policy
+from flexgen_h2o.quant_format import entry_bytes
+from flexgen_h2o.search.hardware import ITEMSIZES
+from flexgen_h2o.search.weight_plan import PlacedWeights, WeightForm, place, whole_pages
+
+GB = 2**30
+STATE_BYTES = 8  # of a slot: score and column
+LOGITS = {"cpu": 2**20, "cuda": 2**25}  # that prefill attention holds at once
+LEAST_QUERIES = 64  # of a head at once, before sequences and heads are taken apart
+STAGING_BYTES = 2 * 16 * 2**20 * 5  # pinned, of the links of a GPU
+DEFAULT_BASELINE = 500 * 10**6  # interpreter and libraries; measured by the run itself
+PRODUCT_BYTES = 8 * 2**20  # what a product on a CPU makes in passing
+
+Lines = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for: a model, lengths, the size of the KV buffer, and the device that computes.
+
+    Attributes:
+        heavy, recent: entries of the KV buffer per row and head; their sum is at most prompt_len + gen_len.
+        device: cuda or cpu. On a CPU the gpu and cpu tiers are one memory.
+        baseline, gpu_baseline: bytes that are taken before there is a model.
+    """
+
+    config: ModelConfig
+    prompt_len: int
+    gen_len: int
+    heavy: int
+    recent: int
+    dtype: str = "float16"
+    device: str = "cuda"
+    baseline: int = DEFAULT_BASELINE
+    gpu_baseline: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.heavy + self.recent
+
+    @property
+    def itemsize(self) -> int:
+        return int(ITEMSIZES[self.dtype])
+
+    @property
+    def joint(self) -> bool:
+        """Whether gpu and cpu are one memory."""
+        return self.device == "cpu"
+
+    def account(self, tier: Tier) -> Tier:
+        """The tier whose budget pays for a tier."""
+        return "cpu" if self.joint and tier == "gpu" else tier
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers that have a budget of their own."""
+        return ("cpu", "disk") if self.joint else TIERS
+
+    def tensor_bytes(self, shape: tuple[int, ...], compressed: bool) -> int:
+        """A parameter at home."""
+        return WeightForm(self.config, self.itemsize, compressed).nbytes(shape)
+
+    def layer_bytes(self, compressed: bool) -> int:
+        """The parameters of a decoder layer."""
+        return sum(self.tensor_bytes(shape, compressed) for shape in self.config.layer_shapes().values())
+
+    def outer_bytes(self, compressed: bool) -> int:
+        """The parameters outside the layers."""
+        return sum(self.tensor_bytes(shape, compressed) for shape in self.config.outer_shapes().values())
+
+    def kv_row_bytes(self, policy: Policy) -> tuple[int, int]:
+        """Keys and values of a row in one layer: of its heavy region, and of its ring."""
+        config = self.config
+        sizes = [
+            entry_bytes(config.head_dim) if packed else config.head_dim * self.itemsize
+            for packed in policy.cache_in_4_bits
+        ]
+        pairs = 2 * config.num_attention_heads
+        return pairs * self.heavy * sizes[0], pairs * self.recent * sizes[1]
+
+    def unit_bytes(self, policy: Policy, rows: float) -> float:
+        """The KV of so many rows in one layer, with scores, columns and losers."""
+        state = self.config.num_attention_heads * (self.slots * STATE_BYTES + 4)
+        return rows * (sum(self.kv_row_bytes(policy)) + state)
+
+    def hidden_bytes(self, rows: float, tokens: float) -> float:
+        """Hidden states of so many tokens of each row."""
+        return rows * tokens * self.config.hidden_size * self.itemsize
+
+    def host_bytes(self, policy: Policy) -> float:
+        """What host memory holds beside tensors that have their home there."""
+        return sum(self.host_lines(policy).values())
+
+    def host_lines(self, policy: Policy) -> dict[str, float]:
+        """The same by line."""
+        if self.joint:
+            return {"process baseline": self.baseline}
+        passing = host_passing_bytes(self, policy)
+        return {"process baseline": self.baseline, "pinned staging": STAGING_BYTES, "temporaries": passing}
+
+
+def workspace_bytes(job: Job, policy: Policy, group_rows: float) -> float:
+    """What compute takes of one workspace: in a layer of prefill or of decode, or for the choice of tokens."""
+    return max(workspace_needs(job, policy, group_rows))
+
+
+def workspace_needs(job: Job, policy: Policy, group_rows: float) -> tuple[float, ...]:
+    """What takes a workspace, one after the other; each is linear in the rows of a decode group.
+
+    In a layer, for each token: a norm, queries, keys and values until attention ends; then also attention's output, its
+    projection, a norm and the MLP.
+    """
+    config, size = job.config, job.itemsize
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    needs = []
+    for tokens in (policy.gpu_batch_size * job.prompt_len, group_rows):
+        norm = tokens * (hidden * size + 8)
+        held = norm + 3 * tokens * hidden * size
+        attended = tokens * (hidden * size + 4 * heads)
+        rest = norm * (1 if config.do_layer_norm_before else 2) + tokens * (config.ffn_dim + 2 * hidden) * size
+        needs += [held + _attention_bytes(job, policy.gpu_batch_size), held + attended + rest]
+    return *needs, group_rows * (hidden * size + 8 + config.vocab_size * (size + 4))
+
+
+def _attention_bytes(job: Job, rows: int) -> float:
+    """What prefill attention takes, for rows and queries in chunks: O(chunk x n)."""
+    heads, n, size = job.config.num_attention_heads, job.prompt_len, job.itemsize
+    limit = LOGITS[job.device]
+    head_pairs = max(1, limit // (n * min(n, LEAST_QUERIES)))
+    at_once = min(rows, max(1, head_pairs // heads)) * min(heads, head_pairs)
+    chunk = max(1, min(n, limit // (at_once * n)))
+    head_dim_bytes = job.config.head_dim * size
+    passing = at_once * (2 * (n + chunk) * head_dim_bytes + chunk * n * (size + 8))
+    return rows * heads * n * (head_dim_bytes + 4) + passing
+
+
+def passing_bytes(job: Job, policy: Policy, group_rows: float) -> float:
+    """What compute allocates and frees beside the workspace."""
+    config, rows = job.config, policy.gpu_batch_size
+    hidden = job.hidden_bytes(rows, job.prompt_len)
+    travelling = (1 + policy.look_ahead) * hidden if policy.percent.hidden[0] < 1 else 0
+    kept = 2 * job.hidden_bytes(rows, job.slots)
+    if policy.compress_cache:
+        row = config.hidden_size * max(job.heavy, job.recent)
+        kept += 20 * max(row, min(rows * row, 2**20))
+    scores = 16 * rows * config.num_attention_heads * max(job.prompt_len, job.slots)
+    activation = rows * job.prompt_len * config.ffn_dim * job.itemsize if config.activation_function != "relu" else 0
+    products = max(PRODUCT_BYTES, group_rows * config.ffn_dim * job.itemsize) if job.joint else 0
+    return hidden + travelling + max(hidden, kept + scores, activation, min(products, PRODUCT_BYTES * 2))
+
+
+def host_passing_bytes(job: Job, policy: Policy) -> float:
+    """What the CPU needs to attend to a unit, or to repeat a step on one, beside a GPU."""
+    heads, size = job.config.num_attention_heads, job.itemsize
+    return policy.gpu_batch_size * heads * (4 * job.config.head_dim * size + job.slots * (12 + size))
+
+
+def memory_lines(job: Job, policy: Policy) -> dict[Tier, Lines]:
+    """Bytes by tier and line of a run whose blocks are full, for whole tensors and units as they come to lie."""
+    return MemoryPlan(job, policy).lines
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the tensors and units of a policy come to lie, and the bytes of everything."""
+
+    job: Job
+    policy: Policy
+
+    @cached_property
+    def homes(self) -> Mapping[str, Tier]:
+        """Of every parameter."""
+        return place_weights(self.job.config, self.policy.percent.weights)
+
+    @property
+    def layer_weights(self) -> Mapping[Tier, float]:
+        """Bytes of all decoder layers' parameters by tier."""
+        return self._placed.layers
+
+    @property
+    def outer_weights(self) -> Mapping[Tier, float]:
+        """Bytes of the parameters outside the layers by tier."""
+        return self._placed.outer
+
+    @cached_property
+    def _placed(self) -> PlacedWeights:
+        job, policy = self.job, self.policy
+        form = WeightForm(job.config, job.itemsize, policy.compress_weight)
+        return place(form, policy.percent.weights, 1 + policy.look_ahead, job.joint)
+
+    @cached_property
+    def cache_shares(self) -> Shares:
+        """Shares of KV units by tier, as achieved."""
+        units = self.job.config.num_hidden_layers * self.policy.num_gpu_batches
+        return _achieved(units, self.policy.percent.cache)
+
+    @cached_property
+    def hidden_shares(self) -> Shares:
+        """Shares of the hidden states of sub-batches by tier, as achieved."""
+        return _achieved(self.policy.num_gpu_batches, self.policy.percent.hidden)
+
+    @cached_property
+    def achieved_percent(self) -> list[float]:
+        """The six percentages as they are."""
+        weights = {tier: self.layer_weights[tier] + self.outer_weights[tier] for tier in TIERS}
+        total = sum(weights.values())
+        shares = (weights["gpu"] / total, weights["cpu"] / total)
+        return [100 * share for part in (shares, self.cache_shares[:2], self.hidden_shares[:2]) for share in part]
+
+    @cached_property
+    def lines(self) -> dict[Tier, Lines]:
+        """Bytes by tier and line. Where gpu and cpu are one memory, both are under cpu."""
+        job, policy = self.job, self.policy
+        found: dict[Tier, Lines] = {tier: {} for tier in TIERS}
+        self._add(found, "gpu", "process baseline", job.gpu_baseline)
+        for line, nbytes in job.host_lines(policy).items():
+            self._add(found, "cpu", line, nbytes)
+        self._add(found, "gpu", "workspace", policy.groups_in_flight * workspace_bytes(job, policy, policy.group_rows))
+        self._add(found, "gpu", "temporaries", passing_bytes(job, policy, policy.group_rows))
+        unit = job.unit_bytes(policy, policy.gpu_batch_size)
+        hidden = job.hidden_bytes(policy.block_rows, job.prompt_len)
+        whole_cache = job.config.num_hidden_layers * policy.num_gpu_batches * unit
+        for index, tier in enumerate(TIERS):
+            self._add(found, tier, "weights", self.layer_weights[tier] + self.outer_weights[tier])
+            self._add(found, tier, "KV cache", self.cache_shares[index] * whole_cache)
+            self._add(found, tier, "hidden states", self.hidden_shares[index] * hidden)
+        self._add(found, "gpu", "weight read buffers", self._placed.buffers)
+        if self._out_of_reach(self.cache_shares):
+            self._add(found, "gpu", "KV working buffers", (1 + policy.look_ahead) * whole_pages(unit))
+        return found
+
+    def peaks(self) -> dict[Tier, float]:
+        """The most bytes on each tier."""
+        return {tier: sum(lines.values()) for tier, lines in self.lines.items()}
+
+    def _add(self, found: dict[Tier, Lines], tier: Tier, line: str, nbytes: float) -> None:
+        if nbytes:
+            lines = found[self.job.account(tier)]
+            lines[line] = lines.get(line, 0) + nbytes
+
+    def _out_of_reach(self, shares: Shares) -> bool:
+        return shares[2] > 0 or (not self.job.joint and shares[1] > 0)
+
+
+def _achieved(count: int, asked: Shares) -> Shares:
+    """Shares of `count` equal things, as placement.spread() gives them to the tiers."""
+    on_gpu = round(asked[0] * count)
+    in_memory = max(on_gpu, round((asked[0] + asked[1]) * count))
+    return on_gpu / count, (in_memory - on_gpu) / count, (count - in_memory) / count

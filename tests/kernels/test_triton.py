@@ -1,0 +1,367 @@
+"""Triton's kernels, on a GPU or else in Triton's interpreter, beside torch's operations; and the choice between them.
+
+conftest.py switches the interpreter on where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from commands import ROOT, environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexgen_h2o.kernels import decode
+from flexgen_h2o.kernels.fastest import TRIALS, Fastest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flexgen_h2o.kernels import cuda, triton_decode
+
+# NumPy, which interprets, warns of NaN where they are meant.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Half of the distance between neighbours, relative to the largest output.
+ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Arguments of decode_attention."""
+
+    query: Tensor
+    heavy_keys: Tensor
+    heavy_values: Tensor
+    ring_keys: Tensor
+    ring_values: Tensor
+    scores: Tensor
+    losers: Tensor
+    heavy_len: int
+    ring_len: int
+    accumulates: bool
+    decay: float
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def copy(self, dtype: torch.dtype | None = None) -> Unit:
+        """With memory of its own; query, keys and values in another precision if one is given."""
+        tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        for name in ("query", "heavy_keys", "heavy_values", "ring_keys", "ring_values"):
+            tensors[name] = tensors[name].to(dtype or tensors[name].dtype)
+        return replace(self, **tensors)
+
+
+def make_unit(
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 16,
+    rows: int = 2,
+    heads: int = 3,
+    heavy: tuple[int, int] = (9, 7),
+    ring: tuple[int, int] = (13, 11),
+    accumulates: bool = True,
+    decay: float = 1.0,
+    empty: float = 0.2,
+    seed: int = 0,
+) -> Unit:
+    """A random unit; `heavy` and `ring` are (slots, live ones), `empty` the share of live slots that are empty.
+
+    What lies behind the live slots is no number, and has any score. Scores are few, so that many are equal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def region(slots: int, live: int) -> Tensor:
+        entries = torch.full((rows, heads, slots, head_dim), math.nan)
+        entries[:, :, :live] = torch.randn(rows, heads, live, head_dim, generator=generator)
+        return entries.to(DEVICE, dtype)
+
+    scores = torch.full((rows, heads, heavy[0] + ring[0]), -math.inf if seed % 2 else 1.5)
+    for first, live in ((0, heavy[1]), (heavy[0], ring[1])):
+        scores[..., first : first + live] = torch.randint(0, 3, (rows, heads, live), generator=generator).float()
+    scores[torch.rand(scores.shape, generator=generator) < empty] = -math.inf
+    scores[..., heavy[0] + ring[1] - 1] = 0.0  # the current token
+    return Unit(
+        (torch.randn(rows, heads, 1, head_dim, generator=generator) * head_dim**-0.5).to(DEVICE, dtype),
+        *(region(*sizes) for sizes in (heavy, heavy, ring, ring)),
+        scores.to(DEVICE),
+        torch.full((rows, heads), 77, dtype=torch.int32, device=DEVICE),
+        *(heavy[1], ring[1], accumulates, decay),
+    )
+
+
+def check(unit: Unit) -> None:
+    """Runs both; torch in float32, whatever the precision of the unit."""
+    dtype = unit.ring_keys.dtype
+    ours, theirs = unit.copy(), unit.copy(torch.float32)
+    output = triton_decode.attend_with_triton(*ours.arguments)
+    expected = decode.attend_with_torch(*theirs.arguments)
+    assert output.dtype == dtype and output.shape == unit.query.shape
+    bound = ROUNDING[dtype] * (1 + float(expected.abs().nan_to_num(0.0).max()))
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=bound, equal_nan=True)
+    assert torch.equal(ours.scores.isneginf(), unit.scores.isneginf())
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-5, atol=1e-6)
+    if unit.heavy_keys.shape[2]:
+        # Of scores that are as good as equal either may be the lower one; where none are, it is the same slot.
+        lowest = ours.scores.gather(2, ours.losers.long()[..., None])[..., 0]
+        assert torch.equal(lowest, ours.scores[..., : unit.heavy_keys.shape[2]].amin(dim=2))
+        first = (ours.scores[..., : unit.heavy_keys.shape[2]] == lowest[..., None]).int().argmax(dim=2)
+        assert torch.equal(ours.losers.long(), first)
+    else:
+        assert torch.equal(ours.losers, unit.losers)
+    for name in ("query", "heavy_keys", "heavy_values", "ring_keys", "ring_values"):
+        assert torch.equal(getattr(ours, name).nan_to_num(), getattr(unit, name).nan_to_num()), name
+
+
+@settings(max_examples=25)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.sampled_from([1, 3, 16, 20, 80]),
+    rows=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    heavy_slots=st.integers(0, 12),
+    ring_slots=st.integers(1, 12),
+    shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    accumulates=st.booleans(),
+    decay=st.sampled_from([1.0, 0.5, 0.0]),
+    empty=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_attention_is_that_of_torch(
+    heavy_slots: int, ring_slots: int, shares: tuple[float, float], **changes: Any
+) -> None:
+    heavy = (heavy_slots, round(shares[0] * heavy_slots))
+    ring = (ring_slots, max(1, round(shares[1] * ring_slots)))
+    check(make_unit(heavy=heavy, ring=ring, **changes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heavy", "ring"), [((300, 290), (150, 150)), ((1500, 1100), (1, 1)), ((0, 0), (2100, 1300))])
+def test_more_slots_than_are_read_at_once(dtype: torch.dtype, heavy: tuple[int, int], ring: tuple[int, int]) -> None:
+    unit = make_unit(dtype, head_dim=40, rows=1, heads=2, heavy=heavy, ring=ring)
+    assert max(heavy[0], ring[0]) > triton_decode.TILE // 64  # the walk does take several turns
+    check(unit)
+
+
+def test_losers_are_the_lower_slot_of_equals_and_empty_ones_lose() -> None:
+    unit = make_unit(heavy=(1200, 1200), ring=(4, 4), accumulates=False, empty=0.0, rows=1, heads=1)
+    for lowest, expected in (({700: -1.0, 1100: -1.0, 30: 0.5}, 700), ({1199: -math.inf, 3: -5.0}, 1199), ({}, 0)):
+        unit.scores[..., :1200] = 1.0
+        for slot, score in lowest.items():
+            unit.scores[..., slot] = score
+        check(unit)
+        ran = unit.copy()
+        triton_decode.attend_with_triton(*ran.arguments)
+        assert ran.losers.item() == expected
+    unit.scores[..., :1200] = math.inf  # sinks never lose, unless all are
+    check(unit)
+
+
+def test_a_head_without_entries_has_no_output_and_its_scores_stay() -> None:
+    unit = make_unit(heavy=(5, 3), ring=(6, 6))
+    unit.scores[0, 1] = -math.inf
+    check(unit)
+    ran = unit.copy()
+    output = triton_decode.attend_with_triton(*ran.arguments)
+    assert bool(output[0, 1].isnan().all()) and int(output.isnan().sum()) == output.shape[3]
+    assert bool(ran.scores[0, 1].isneginf().all())
+
+
+def test_slots_whose_scores_are_infinite_are_attended_to_and_stay() -> None:
+    unit = make_unit(heavy=(4, 4), ring=(3, 3), accumulates=False, empty=0.0)
+    unit.scores[..., :2] = math.inf
+    check(unit)
+
+
+@settings(max_examples=15)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.sampled_from([1, 20, 64]),
+    heavy=st.integers(0, 4),
+    ring=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_tokens_enter_as_with_torch_bit_for_bit(
+    dtype: torch.dtype, head_dim: int, heavy: int, ring: int, seed: int
+) -> None:
+    """From the first token on, past a full ring; some rows begin with pads, scores are few and often equal."""
+    rows, heads = 2, 3
+    generator = torch.Generator().manual_seed(seed)
+    regions = [torch.zeros(rows, heads, slots, head_dim, dtype=dtype) for slots in (heavy, heavy, ring, ring)]
+    scores = torch.full((rows, heads, heavy + ring), -math.inf)
+    columns = torch.full(scores.shape, -1, dtype=torch.int32)
+    ours = [tensor.to(DEVICE) for tensor in (*regions, scores, columns)]
+    theirs = [tensor.clone() for tensor in ours]
+    losers = torch.zeros(rows, heads, dtype=torch.int32, device=DEVICE)
+    for column in range(3 * ring + heavy):
+        keys, values = torch.randn(2, rows, heads, 1, head_dim, generator=generator).to(DEVICE, dtype)
+        initial = torch.where(column < torch.tensor([0, 2]), -math.inf, float(column % 2)).to(DEVICE)
+        triton_decode.enter_with_triton(*ours, losers, keys, values, initial, column)
+        decode.enter_with_torch(*theirs, losers, keys, values, initial, column)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other)
+        added = torch.randint(0, 3, scores.shape, generator=generator).to(DEVICE)
+        for stored in (ours, theirs):
+            stored[4] += added
+        if heavy:
+            losers.copy_(ours[4][..., :heavy].min(dim=-1).indices)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from flexgen_h2o.kernels import triton_decode
+SCORES = dict.fromkeys(("scores", "logits", "statistics", "initial_scores"), "*fp32")
+STATE = {"losers": "*i32", "columns": "*i32", "decay": "fp32", **SCORES}
+ENTRIES = ("query", "output", "keys", "values", "heavy_keys", "heavy_values", "ring_keys", "ring_values")
+KERNELS = {
+    "_attend": {"head_dim": 80, "width": 128, "block": 32, "keeps_logits": True},
+    "_update_scores": {"accumulates": True, "block": 1024},
+    "_enter": {"head_dim": 80, "width": 128},
+}
+for name, constants in KERNELS.items():
+    kernel = getattr(triton_decode, name)
+    types = {**STATE, **dict.fromkeys(ENTRIES, "*fp16"), **dict.fromkeys(constants, "constexpr")}
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    values = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
+    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 75, 32))
+    print(name, len(compiled.asm["cubin"]) > 0)
+"""
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Any) -> None:
+    """The interpreter takes much that the compiler does not. 75 is a T4."""
+    variables = {**environment(), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE]
+    result = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.split() == "_attend True _update_scores True _enter True".split(), result.stderr
+
+
+# --- the choice ---
+
+
+class Ways:
+    """Two ways whose seconds are given, and what was done with them."""
+
+    def __init__(self, torch_s: float, triton_s: float, fails: bool = False):
+        self.cost = {"torch": torch_s, "Triton": triton_s}
+        self.fails = fails
+        self.calls: list[tuple[str, Any]] = []
+        self.clock = 0.0
+        ways = {name: lambda *args, name=name: self.run(name, *args) for name in self.cost}
+        self.choice = Fastest(ways, self.kind, lambda *args: ("rehearsal", *args), self.seconds)
+
+    def run(self, name: str, *args: Any) -> str:
+        self.calls.append((name, args))
+        if name == "Triton" and self.fails:
+            raise RuntimeError("no such device")
+        self.clock += self.cost[name]
+        return name
+
+    @staticmethod
+    def kind(size: int) -> int | None:
+        return None if size < 0 else size // 10
+
+    def seconds(self, call: Any) -> float:
+        before = self.clock
+        call()
+        return self.clock - before
+
+
+@pytest.mark.parametrize(("torch_s", "triton_s", "expected"), [(2.0, 1.0, "Triton"), (1.0, 2.0, "torch")])
+def test_the_faster_way_is_kept_for_each_kind_of_work(torch_s: float, triton_s: float, expected: str) -> None:
+    ways = Ways(torch_s, triton_s)
+    assert ways.choice.names == "torch"
+    assert ways.choice(5) == expected
+    trial = ways.calls[:-1]
+    assert [args for _, args in trial] == [("rehearsal", 5)] * (2 + 2 * TRIALS)  # each warms up once
+    assert [name for name, _ in trial] == ["torch", "Triton"] * (1 + TRIALS)
+    assert ways.calls[-1] == (expected, (5,))
+    before = len(ways.calls)
+    assert ways.choice(7) == expected and len(ways.calls) == before + 1  # of the same kind: no trial
+    assert ways.choice.names == expected
+    ways.cost = {"torch": triton_s, "Triton": torch_s}
+    assert ways.choice(5) == expected
+    assert ways.choice(15) != expected
+    assert ways.choice.names == "torch and Triton"
+
+
+def test_what_only_the_reference_can_do_it_does_without_a_trial() -> None:
+    ways = Ways(2.0, 1.0)
+    assert ways.choice(-1) == "torch"
+    assert ways.calls == [("torch", (-1,))] and ways.choice.names == "torch"
+
+
+def test_a_way_that_fails_is_left_out() -> None:
+    ways = Ways(2.0, 1.0, fails=True)
+    assert ways.choice(5) == "torch" and ways.choice(6) == "torch"
+    assert [name for name, _ in ways.calls].count("Triton") == 1
+
+
+def steps_of(preferred: str | None) -> list[Tensor]:
+    """All that some decode steps leave behind, with both operators chosen by a trial that one way wins; None: torch."""
+    times = iter([1.0, 2.0] * 100 if preferred == "torch" else [2.0, 1.0] * 100)
+
+    def seconds(call: Any) -> float:
+        call()
+        return next(times)
+
+    attend: Any = cuda.attention(decode.attend_with_torch, seconds) if preferred else decode.attend_with_torch
+    enter: Any = cuda.entry(decode.enter_with_torch, seconds) if preferred else decode.enter_with_torch
+    unit = make_unit(heavy=(3, 3), ring=(4, 4), empty=0.0)
+    regions = (unit.heavy_keys, unit.heavy_values, unit.ring_keys, unit.ring_values)
+    columns = torch.arange(7, dtype=torch.int32, device=DEVICE).repeat(2, 3, 1)
+    unit.losers.zero_()
+    outputs = []
+    generator = torch.Generator().manual_seed(1)
+    for column in range(7, 15):
+        keys, values, query = torch.randn(3, 2, 3, 1, 16, generator=generator).to(DEVICE)
+        enter(*regions, unit.scores, columns, unit.losers, keys, values, torch.zeros(2, device=DEVICE), column)
+        outputs.append(attend(query, *unit.arguments[1:]))
+    if preferred is not None:
+        assert attend.names == enter.names == preferred
+    return [*outputs, *regions, unit.scores, columns, unit.losers]
+
+
+@pytest.mark.parametrize("preferred", ["torch", "Triton"])
+def test_a_trial_changes_nothing_of_what_it_was_made_for(preferred: str) -> None:
+    for ours, theirs in zip(steps_of(preferred), steps_of(None), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_of_another_power_of_two_are_tried_anew_and_4_bits_are_torchs() -> None:
+    kinds = [cuda._kind_of_attention(*make_unit(ring=(64, live)).arguments) for live in (16, 31, 32)]
+    assert kinds[0] == kinds[1] != kinds[2]
+    unit = make_unit()
+    in_4_bits = replace(unit, heavy_keys=unit.heavy_keys.to(torch.uint8), heavy_values=unit.heavy_values.byte())
+    assert cuda._kind_of_attention(*in_4_bits.arguments) is None
+    strided = replace(unit, ring_keys=unit.ring_keys.transpose(1, 2).contiguous().transpose(1, 2))
+    assert cuda._kind_of_attention(*strided.arguments) is None
+
+
+REGISTER = """
+import torch
+torch.backends.cuda.is_built = lambda: True
+from flexgen_h2o.kernels import decode
+for name in ("decode_attention", "enter_token"):
+    print(torch._C._dispatch_has_kernel_for_dispatch_key(f"flexgen_h2o::{name}", "CUDA"))
+print(decode.attention_path(torch.device("cuda"), 64))
+"""
+
+
+def test_torch_for_cuda_dispatches_to_the_choice() -> None:
+    variables = {**environment(), "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
+    command = [sys.executable, "-c", REGISTER]
+    result = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True", "True", "torch"]
