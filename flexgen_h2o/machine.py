@@ -12,6 +12,7 @@ from flexgen_h2o.kernels.matrices import best_layout
 
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 LARGEST_KEPT_BLOCK = 2**20  # bytes
+KEPT_KERNELS = 64
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -50,6 +51,16 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)
 
 
+def bound_kernel_caches() -> None:
+    """Has oneDNN, and torch's layer above it, forget kernels that they made for shapes of long ago.
+
+    Each keeps code for up to 1024 shapes. Every width of a block is a new shape, so that over a night of mixed lengths a
+    process grew to twice its size. A block has a dozen shapes. Both read their limits at their first product.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KEPT_KERNELS))
+
+
 def process_baseline(dtype: torch.dtype) -> int:
     """What this process holds before there is a model: interpreter and libraries, measured.
 
@@ -57,6 +68,7 @@ def process_baseline(dtype: torch.dtype) -> int:
     with one row, a few and many, as decode and prefill have them.
     """
     return_freed_memory()
+    bound_kernel_caches()
     shape = (128, 128)
     weight = torch.ones(shape, dtype=dtype)
     layout = best_layout(weight.device, dtype, [shape])

@@ -8,9 +8,8 @@ is written after them, so an interrupted run leaves nothing that could be taken 
 import fcntl
 import json
 import os
-import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from flexgen_h2o.checkpoints import Checkpoint
 from flexgen_h2o.direct_io import REQUEST_BYTES, DirectFile, aligned_bytes, read_direct, write_direct
-from flexgen_h2o.disk import cache_key, check_space, take_space
+from flexgen_h2o.disk import cache_key, check_space, replace_file, take_space
 from flexgen_h2o.extents import Extent, host_bytes, whole_pages
 from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.platforms import DEFAULT_WEIGHT_CACHE
@@ -131,7 +130,7 @@ class WeightFolder:
         with self._locked():
             index = self._index()
             index[name] = [place.file, place.offset, place.nbytes, zlib.crc32(host_bytes(tensor))]
-            self._write_index(index)
+            replace_file(self.path / INDEX, json.dumps(index).encode())
 
     def extent(self, place: WeightPlace) -> Extent:
         """Where a parameter lies, up to the end of its last page."""
@@ -154,17 +153,6 @@ class WeightFolder:
             return {}
         entries = found.items() if isinstance(found, dict) else []
         return {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 4}
-
-    def _write_index(self, index: Mapping[str, Iterable[object]]) -> None:
-        with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".index-", delete=False) as file:
-            try:
-                json.dump(index, file)
-                file.flush()
-                os.fsync(file.fileno())
-                Path(file.name).rename(self.path / INDEX)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -74,7 +74,8 @@ class Job:
         declared = {"in.jsonl", "out.jsonl", "out.jsonl.job", ".cache", "offload"}
         found = [path.name for path in self.folder.iterdir() if path.name not in declared]
         found += [f"offload/{path.name}" for path in (self.folder / "offload").glob("*")]
-        return found + [str(path) for path in self.folder.glob(".cache/**/.*")]
+        # Half an index, of which there is at most one, is replaced when the next is written.
+        return found + [str(path) for path in self.folder.glob(".cache/**/*") if path.name.startswith((".", "tmp"))]
 
 
 def new_job(folder: Path, count: int = 9, argv: Sequence[str] | None = None, seed: int = 0) -> Job:

@@ -246,8 +246,9 @@ Judged = dict[tuple[str, float], dict[str, Any]]
 
 @pytest.mark.slow
 def test_h2o_costs_little_and_less_than_sinks_or_recency(judged: Judged) -> None:
-    h2o, sink, local = (judged[name, 0.2]["against"]["full"]["perplexity"] for name in ("h2o", "sink", "local"))
-    assert 0 < h2o < 0.08 and local > 0.25
+    h2o, sink, local = (judged[name, 0.2]["against"]["full"] for name in ("h2o", "sink", "local"))
+    assert 0 < h2o["perplexity"] - 2 * h2o["perplexity_stderr"] < 0.08
+    assert local["perplexity"] > 0.25 and h2o["perplexity"] < sink["perplexity"] < local["perplexity"]
     against = judged["sink", 0.2]["against"]["h2o"]
     assert against["perplexity"] > 3 * against["perplexity_stderr"]  # paired
     assert all(judged[name, 0.2]["documents"] == 200 for name in ("h2o", "sink", "local"))

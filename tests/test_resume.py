@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -10,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import read_jsonl, run, write_jsonl
+from helpers import ForcedTokens, TinyOpt, pad
 from jobs import ON_DISK, Job, kill, new_job
+from placed import BACKENDS, MIXED, Backend, Case, delayed_threads, opened, small_block
+from torch import Tensor
 
 from flexgen_h2o import resume
 from flexgen_h2o.block_checkpoint import BlockCheckpoint
 from flexgen_h2o.engine import Engine
+from flexgen_h2o.generation import Request, Sampler
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.placement import Percent
 from flexgen_h2o.resume import JobRecord, Progress, read_record, write_record
+from flexgen_h2o.sampling import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -473,6 +482,70 @@ def test_saving_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     argv = "--gen-len 12 --checkpoint-minutes 0.5 --ignore-eos --gpu-batch-size 4".split()
     assert new_job(tmp_path / "job", 3, argv).run().code == 0
     assert saved == [2, 5, 8]
+
+
+def test_what_was_saved_of_an_earlier_block_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after a block was written and before what was saved of it was removed."""
+    job = new_job(tmp_path / "job", 11, small_argv("on_disk"))  # two blocks of four rows, and one
+    expected = undisturbed(job)
+    interrupt_in_block(job, 4, monkeypatch)
+    shutil.copytree(job.checkpoint, tmp_path / "saved")
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockCheckpoint, "discard", _interrupted)
+        assert job.run().code == 130
+    shutil.rmtree(job.checkpoint)
+    shutil.copytree(tmp_path / "saved", job.checkpoint)
+    finished = job.run()
+    assert finished.code == 0 and "goes on at its token" not in finished.err
+    assert job.output.read_bytes() == expected and job.leftovers() == []
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+# So slow that copies are under way when a step ends.
+SLOW = Backend(False, make=functools.partial(delayed_threads, 0, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("backend", "percent"),
+    [
+        *((BACKENDS[name], MIXED) for name in ("one_memory", "inline", "inline_at_home", "threads_at_home")),
+        (SLOW, Percent(100, 0, 0, 100, 100, 0)),
+    ],
+)
+def test_a_block_is_saved_from_every_memory_and_brought_back_to_it(
+    tiny: Callable[..., TinyOpt], tmp_path: Path, backend: Backend, percent: Percent
+) -> None:
+    """Where gpu and cpu are two memories as well: logits after the step that was saved are the same bits."""
+    case = Case(tiny(), small_block(), H2O(4, 4), percent, backend=backend)
+    forced = case.forced()
+    prompts = [Request(row, ids) for row, ids in enumerate(case.prompts())]
+    sampler = Sampler(prompts, SamplingParams(), (), 0, None, lambda count: None)
+    sampler.resume([[9]] * len(prompts))
+
+    def logits(saves_at: int | None, folder: Path) -> tuple[Tensor, int]:
+        """Logits of all steps that were walked, and the first of them."""
+        keeper = BlockCheckpoint(tmp_path / "saved", 0.0, "job", lambda note: None)
+        chooser = ForcedTokens(forced)
+        with opened(case, folder) as runtime:
+            engine, block = runtime.engine(case.sizes), pad(case.prompts())
+            start = keeper.restore(prompts, block, engine, sampler)
+            first = 0 if start is None else start.step
+            chooser.logits = [torch.zeros(block.rows, case.tiny.config.vocab_size)] * first
+
+            def on_step(step: int, next_ids: Tensor) -> None:
+                if step == saves_at:
+                    keeper.step_done(step, next_ids)
+
+            engine.run(block, forced.shape[1] + 1, chooser, start, on_step)
+        return chooser.all_logits(), first
+
+    whole, first = logits(2, tmp_path / "whole")
+    again, resumed = logits(None, tmp_path / "again")
+    assert (first, resumed) == (0, 3)
+    assert torch.equal(whole[:, 3:], again[:, 3:])
 
 
 # --- killed ---------------------------------------------------------------------------------------------------------

@@ -138,9 +138,11 @@ def _precision(dtype: str) -> tuple[torch.dtype, bool]:
 
 def _storage_bytes(grid: Grid) -> int:
     """What the largest unit of the grid takes."""
-    sizes = product(grid.head_dims, grid.slots, (*map(_precision, grid.dtypes), (torch.float16, False)))
-    shapes = ((unit_shape(*size, grid.nbytes, dtype.itemsize, in_4_bits), dtype) for *size, (dtype, in_4_bits) in sizes)
-    return max(shape.nbytes(dtype.itemsize) for shape, dtype in shapes)
+    precisions = (*map(_precision, grid.dtypes), (torch.float16, False))
+    return max(
+        unit_shape(head_dim, slots, grid.nbytes, dtype.itemsize, in_4_bits).nbytes(dtype.itemsize)
+        for head_dim, slots, (dtype, in_4_bits) in product(grid.head_dims, grid.slots, precisions)
+    )
 
 
 def _measure_row(storage: Storage, sizes: Mapping[str, Any], grid: Grid) -> dict[str, Any]:
@@ -194,8 +196,9 @@ def _calls(query: Tensor, buffer: KVBuffer) -> dict[str, Callable[[], object]]:
         unit = describe(query, *state, torch.empty_like(query))
         calls["stream"] = lambda: library.flexgen_h2o_read_only(ctypes.byref(unit))
     rule, rows = buffer.rule, _torch_rows(buffer.shape)
-    part = [tensor[:rows] for tensor in (query, *state)]
-    calls["torch"] = lambda: attend_with_torch(*part, *lengths, rule.accumulates, rule.decay)
+    some_state = [tensor[:rows] for tensor in state]
+    arguments = (query[:rows], *some_state, *lengths, rule.accumulates, rule.decay)
+    calls["torch"] = lambda: attend_with_torch(*arguments)  # type: ignore[arg-type]
     return calls
 
 

@@ -160,7 +160,13 @@ def attend_natively(
     accumulates: bool,
     decay: float,
 ) -> Tensor:
-    """The same by the native library."""
+    """The same by the native library, in float32 whatever the precision of query, keys and values.
+
+    Of a logit the error is at most (head_dim + 4) 2^-23 sum |query| |key|, of a weight twice as much, relative; sums
+    over n slots add (n + 8) 2^-23 to that. In 4 bits |minimum| + 15 scale takes the place of |key| and of |value|, as
+    an element is minimum + scale code; and there, for an output in half precision, weights of values may be cut after
+    16 bits, an error of 2^-15. The output is rounded once.
+    """
     library = native.library()
     assert library is not None
     query = query.contiguous()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from flexgen_h2o import quant
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.platforms import dtype_name
+from flexgen_h2o.platforms import default_dtype, dtype_name
 from flexgen_h2o.profiling.timing import Stopwatch, fill
 from flexgen_h2o.workspace import Workspace, padded
 
@@ -61,15 +62,19 @@ class Attention:
     stopwatch: Stopwatch
 
     def trial(self) -> Iterator[tuple[str, float]]:
-        """Bytes of keys and values per second, by precision and head size."""
-        for dtype in self.dtypes:
+        """Bytes of keys and values per second, by precision and head size; on a CPU in 4 bits too, as int4."""
+        device = self.stopwatch.device
+        kinds = [(dtype_name(dtype), dtype, False) for dtype in self.dtypes]
+        if device.type == "cpu":
+            kinds.append(("int4", default_dtype(device), True))
+        for kind, dtype, in_4_bits in kinds:
             for head_dim in self.head_dims:
                 with self.workspace.frame():
-                    name = f"attention/{self.stopwatch.device.type}/{dtype_name(dtype)}/{head_dim}"
-                    yield name, self._rate(name, dtype, head_dim)
+                    name = f"attention/{device.type}/{kind}/{head_dim}"
+                    yield name, self._rate(name, dtype, head_dim, in_4_bits)
 
-    def _rate(self, name: str, dtype: torch.dtype, head_dim: int) -> float:
-        shape = unit_shape(head_dim, self.slots, self.kv_bytes, dtype.itemsize)
+    def _rate(self, name: str, dtype: torch.dtype, head_dim: int, in_4_bits: bool) -> float:
+        shape = unit_shape(head_dim, self.slots, self.kv_bytes, dtype.itemsize, in_4_bits)
         storage = self.workspace.take((shape.nbytes(dtype.itemsize),), torch.uint8)
         buffer = full_buffer(shape, dtype, storage)
         query = fill(self.workspace.take((shape.rows, shape.heads, 1, head_dim), dtype)) * head_dim**-0.5
@@ -79,9 +84,9 @@ class Attention:
 def attention_bytes(head_dims: Sequence[int], dtypes: Sequence[torch.dtype], slots: int, kv_bytes: int) -> int:
     """The most that Attention takes of its workspace."""
     needed = []
-    for dtype in dtypes:
-        for head_dim in head_dims:
-            shape = unit_shape(head_dim, slots, kv_bytes, dtype.itemsize)
+    for dtype in (*dtypes, torch.float32):  # 4 bits may go with float32
+        for head_dim, in_4_bits in product(head_dims, (False, True)):
+            shape = unit_shape(head_dim, slots, kv_bytes, dtype.itemsize, in_4_bits)
             query = shape.rows * shape.heads * head_dim * dtype.itemsize
             needed.append(padded(shape.nbytes(dtype.itemsize)) + padded(query))
     return max(needed)

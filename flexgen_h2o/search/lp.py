@@ -211,7 +211,8 @@ class Program:
         away = {part: 1 - getattr(split, part)[0] for part in PARTS}
         if job.joint:
             away = {part: getattr(split, part)[2] for part in PARTS}
-        on_device = job.gpu_baseline + passing_bytes(job, replace(policy, percent=Percent()), group_rows)
+        on_device = float(job.gpu_baseline + job.decoding_bytes(policy))
+        on_device += passing_bytes(job, replace(policy, percent=Percent()), group_rows)
         on_device += away["weights"] * buffers * layer + away["cache"] * buffers * unit
         on_device += away["hidden"] * buffers * job.hidden_bytes(policy.gpu_batch_size, job.prompt_len)
         found = {tier: [nbytes] for tier, nbytes in held.items()}

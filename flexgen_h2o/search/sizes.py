@@ -20,6 +20,7 @@ from flexgen_h2o.search.weight_plan import PlacedWeights, WeightForm, place, who
 GB = 2**30
 STATE_BYTES = 8  # of a slot: score and column
 LOGITS = {"cpu": 2**20, "cuda": 2**25}  # that prefill attention holds at once
+DECODED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}  # of 4-bit weights at once
 LEAST_QUERIES = 64  # of a head at once, before sequences and heads are taken apart
 STAGING_BYTES = 2 * 16 * 2**20 * 5  # pinned, of the links of a GPU
 DEFAULT_BASELINE = 500 * 10**6  # interpreter and libraries; measured by the run itself
@@ -100,6 +101,10 @@ class Job:
     def hidden_bytes(self, rows: float, tokens: float) -> float:
         """Hidden states of so many tokens of each row."""
         return rows * tokens * self.config.hidden_size * self.itemsize
+
+    def decoding_bytes(self, policy: Policy) -> int:
+        """The buffer in which 4-bit weights are brought to the compute precision."""
+        return DECODED_BYTES[self.device] if policy.compress_weight else 0
 
     def host_bytes(self, policy: Policy) -> float:
         """What host memory holds beside tensors that have their home there."""
@@ -230,6 +235,7 @@ class MemoryPlan:
         for line, nbytes in job.host_lines(policy).items():
             self._add(found, "cpu", line, nbytes)
         self._add(found, "gpu", "workspace", policy.groups_in_flight * workspace_bytes(job, policy, policy.group_rows))
+        self._add(found, "gpu", "weights being decoded", job.decoding_bytes(policy))
         self._add(found, "gpu", "temporaries", passing_bytes(job, policy, policy.group_rows))
         unit = job.unit_bytes(policy, policy.gpu_batch_size)
         hidden = job.hidden_bytes(policy.block_rows, job.prompt_len)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import call, read_jsonl
 
+from flexgen_h2o import quant
 from flexgen_h2o.bench import __main__ as command
 from flexgen_h2o.bench import attention
 from flexgen_h2o.bench.attention import Grid, measure, summary, unit_shape
@@ -19,11 +21,18 @@ TINY = ("--head-dim", "20,64", "--slots", "16,33", "--threads", "1", "--megabyte
 GB = 2**30
 
 
+def entry_bytes(row: dict[str, Any]) -> int:
+    """Of a key and a value, in a precision that torch has."""
+    return 2 * row["head_dim"] * getattr(torch, row["dtype"]).itemsize
+
+
 def test_the_object_that_is_printed() -> None:
     finished = call(command, ["attention", *TINY, "--dtype", "float16,float32", "--json"])
     assert finished.code == 0, finished.err
     result = json.loads(finished.out.splitlines()[-1])
     rows = result["rows"]
+    assert all(row["times_float16"] is None for row in rows)
+    assert all(row["entries_s"] == pytest.approx(row["gb_s"] * GB / entry_bytes(row)) for row in rows)
     sizes = [(row["dtype"], row["head_dim"], row["slots"], row["threads"]) for row in rows]
     assert sizes == list(product(("float16", "float32"), (20, 64), (16, 33), (1,)))
     assert all(row["gb_s"] > 0 and row["torch_gb_s"] > 0 for row in rows)
@@ -46,6 +55,17 @@ def test_a_table_without_json_and_a_record_with_its_command(tmp_path: Path) -> N
     assert record["command"] == " ".join(["python -m flexgen_h2o.bench", *argv])
     assert record["config"]["kv_bytes"] == 2**20 and record["config"]["trials"] == 5
     assert len(record["rows"]) == 4 and "worst_share" in record and "versions" in record
+
+
+def test_4_bits_are_held_against_float16() -> None:
+    finished = call(command, ["attention", *TINY, "--dtype", "4-bit", "--json"])
+    assert finished.code == 0, finished.err
+    rows = json.loads(finished.out.splitlines()[-1])["rows"]
+    assert [row["dtype"] for row in rows] == ["4-bit"] * 4
+    for row in rows:
+        size = 2 * quant.entry_bytes(row["head_dim"])
+        assert row["entries_s"] == pytest.approx(row["gb_s"] * GB / size)
+        assert row["times_float16"] > 0 and row["torch_gb_s"] > 0
 
 
 def test_every_mistake_is_named() -> None:
@@ -88,12 +108,17 @@ def test_the_turns_are_taken_in_order_and_the_first_round_is_not_counted(monkeyp
 
 
 def test_the_rate_counts_the_bytes_of_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"attention": 0.5, "torch": 2.0, "stream": 0.25, "step": 1.0}
+    seconds = {"attention": 0.5, "torch": 2.0, "stream": 0.25, "h2o": 1.0, "window": 0.8, "float16": 4.0}
     monkeypatch.setattr(attention, "take_turns", lambda calls, trials: {name: seconds[name] for name in calls})
-    (row,) = measure(Grid(("float16",), (64,), (32,), (1,), 2**18, 5))["rows"]
+    row, compressed = measure(Grid(("float16", "4-bit"), (64,), (32,), (1,), 2**18, 5))["rows"]
     # 32 heads of 64 make a row of 2 x 32 slots x 2048 elements of 2 bytes: one row.
     assert row["gb_s"] == 2**18 / 0.5 / GB and row["torch_gb_s"] == 2**18 / 2.0 / GB
-    assert row["bookkeeping_share"] == 0.0
+    assert row["bookkeeping_share"] == pytest.approx(0.25)
+    assert row["entries_s"] == 32 * 32 / 0.5 and row["times_float16"] is None
+    # 36 bytes an entry: 4 rows have 2^18 bytes or more. An eighth of the time, for four times the entries.
+    assert compressed["entries_s"] == 4 * 32 * 32 / 0.5 and compressed["times_float16"] == 4 * 4.0 / 0.5
+    assert compressed["gb_s"] == 4 * 32 * 32 * 72 / 0.5 / GB
+    assert compressed["torch_gb_s"] == 32 * 32 * 72 / 2.0 / GB  # a single row
     if native.library() is not None:
         assert row["stream_gb_s"] == 2**18 / 0.25 / GB and row["share"] == 0.5
 

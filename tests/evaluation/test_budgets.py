@@ -8,6 +8,7 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.evaluation.plain import PlainPolicy
 from flexgen_h2o.evaluation.policies import POLICIES, policy_for
 from flexgen_h2o.kvcache.eviction import EvictionRule, Fixed, Strided
+from flexgen_h2o.policy import EVICTIONS
 
 PROMPT_LEN, LENGTH, LAYERS = 384, 512, 4
 
@@ -84,3 +85,7 @@ def test_policies_of_the_table_are_called_what_they_call_themselves() -> None:
     """`heavy` apart, which is H2O with its budget divided in another way."""
     for name in POLICIES:
         assert policy_for(name, 0.2, PROMPT_LEN, LENGTH, LAYERS).name == ("h2o" if name == "heavy" else name)
+
+
+def test_what_run_offers_can_be_judged() -> None:
+    assert set(EVICTIONS) <= set(POLICIES)

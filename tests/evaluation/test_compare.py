@@ -89,14 +89,15 @@ def test_a_row_says_what_its_scores_are(heldout: HeldoutSet, judge: Judge) -> No
 
 
 def test_recall_is_by_document_and_paired(heldout: HeldoutSet, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"h2o": [1.0, 0.5, 0.5], "local": [0.5, 0.5, 0.0]}
-    order = iter(["h2o", "local"])
+    answers = {"full": [1.0, 1.0, 0.5], "h2o": [1.0, 0.5, 0.5], "local": [0.5, 0.5, 0.0]}
+    order = iter(answers)
     monkeypatch.setattr(RecallSet, "answered", lambda *_: torch.tensor(answers[next(order)]))
-    _, (h2o, local), _ = rows_of(["h2o", "local"], heldout, judge)
-    assert h2o["recall"]["hot"] == pytest.approx(2 / 3) and local["recall"]["hot"] == pytest.approx(1 / 3)
-    change = difference(torch.tensor(answers["local"]), torch.tensor(answers["h2o"]))
-    found = local["against"]["h2o"]
-    assert (found["recall"]["hot"], found["recall_stderr"]["hot"]) == (change.mean, change.stderr)
+    _, (full, h2o, local), _ = rows_of(list(answers), heldout, judge)
+    assert [row["recall"]["hot"] for row in (full, h2o, local)] == pytest.approx([5 / 6, 2 / 3, 1 / 3])
+    for row, other in ((h2o, "full"), (local, "full"), (local, "h2o")):
+        change = difference(torch.tensor(answers[row["eviction"]]), torch.tensor(answers[other]))
+        found = row["against"][other]
+        assert (found["recall"]["hot"], found["recall_stderr"]["hot"]) == (change.mean, change.stderr)
 
 
 def test_the_full_cache_is_there_to_be_held_against_though_not_asked_for(heldout: HeldoutSet, judge: Judge) -> None:

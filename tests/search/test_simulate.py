@@ -11,6 +11,7 @@ from planning import T4, achieved, job, machine
 
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import Policy
+from flexgen_h2o.schedule import Finish
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost
 from flexgen_h2o.search.search import predict
@@ -74,6 +75,19 @@ def test_without_looking_ahead_a_step_waits_for_its_weights() -> None:
     lanes = achieved(model, policy)["decode"]
     assert ahead.decode_s / 7 == pytest.approx(max(lanes["compute"], lanes["h2d"]), rel=0.1)
     assert alone.decode_s / 7 == pytest.approx(lanes["compute"] + lanes["h2d"], rel=0.1)
+
+
+def test_a_layer_ends_when_the_cpu_has_attended() -> None:
+    slow = machine(**{"attention/cpu/float16/64": 1e9})
+    policy = Policy(4, 4, 8, Percent(100, 0, 0, 100, 100, 0), cpu_cache_compute=True)
+    spans = simulate(CostModel(job("opt-125m", 64, 4), slow), policy).spans
+    attended = {(s.work.token, s.work.layer, s.work.unit): s.end_s for s in spans if s.lane == "host"}  # type: ignore[attr-defined]
+    ends = [s for s in spans if isinstance(s.work, Finish) and s.work.token]
+    assert len(ends) == 3 * 12 * 2 and len(attended) == 3 * 12 * 4
+    for span in ends:
+        assert isinstance(span.work, Finish)
+        units = span.work.group.units
+        assert span.start_s >= max(attended[span.work.token, span.work.layer, unit] for unit in units)
 
 
 def test_a_full_cache_grows() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import job
 
+from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.eviction import RULES
 from flexgen_h2o.model_config import published
 from flexgen_h2o.placement import TIERS, Percent, spread
@@ -62,6 +63,19 @@ def test_attention_on_the_cpu_and_large_models(percent: Percent) -> None:
 def test_a_cache_in_4_bits(ring_16bit: bool) -> None:
     policy = Policy(4, 3, percent=PERCENTS[4], compress_cache=True, ring_16bit=ring_16bit)
     assert_agrees(job("opt-2.7b", 100, 28), policy)  # heads of 80
+
+
+@pytest.mark.parametrize("percent", PERCENTS[:4], ids=str)
+def test_weights_in_4_bits_in_the_layout_that_a_cpu_takes(percent: Percent) -> None:
+    one = job("opt-1.3b", 100, 28, device="cpu")
+    policy = Policy(4, 3, percent=percent, compress_weight=True, compress_cache=True)
+    layout = best_layout(torch.device("cpu"), torch.bfloat16, one.config.matrix_shapes(), True)
+    platform = Platform(torch.device("cpu"), {}, baseline=DEFAULT_BASELINE, matrix_layout=layout)
+    sizes = RunSizes(RULES["h2o"](one.heavy, one.recent), policy.block_rows, one.prompt_len)
+    counted = predict(one.config, torch.bfloat16, policy, platform, sizes)
+    planned = MemoryPlan(one, policy).peaks()
+    for tier in TIERS:
+        assert planned[tier] == pytest.approx(counted.peak(tier), rel=0.02, abs=2**20), tier
 
 
 @pytest.mark.parametrize("eviction", ["h2o", "full", "local"])
