@@ -54,8 +54,8 @@ def return_freed_memory() -> None:
 def bound_kernel_caches() -> None:
     """Has oneDNN, and torch's layer above it, forget kernels that they made for shapes of long ago.
 
-    Each keeps code for up to 1024 shapes. Every width of a block is a new shape, so that over a night of mixed lengths a
-    process grew to twice its size. A block has a dozen shapes. Both read their limits at their first product.
+    Each keeps code for up to 1024 shapes. Every width of a block is a new shape, so that over a night of mixed lengths
+    a process grew to twice its size. A block has a dozen shapes. Both read their limits at their first product.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KEPT_KERNELS))

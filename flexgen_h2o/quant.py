@@ -9,6 +9,7 @@ last group may be shorter; its range is that of its own values. So a value takes
 An element is off by at most range / 30 + u (|minimum| + 2 range), u = 2^-8 the unit roundoff of bfloat16.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,23 +17,26 @@ from torch import Tensor
 
 from flexgen_h2o.quant_format import GROUP, LEVELS, entry_bytes, groups_of
 
-# Shares of a group's range among which the one with the least squared error is taken, for weights; and how often scale
-# and minimum are then fitted to the codes that came out.
-CLIPS = (1.0, 0.9, 0.8)
-FITS = 4
+Cut = tuple[float, float]  # shares of a group's range that are cut off at its lower and its upper end
+NO_CUT: Cut = (0.0, 0.0)
+# For weights: the cuts among which the one with the least squared error is taken, and how often scale and minimum are
+# then fitted to the codes that came out.
+SHARES = (0.0, 0.04, 0.08, 0.12)
+CUTS: tuple[Cut, ...] = tuple(itertools.product(SHARES, SHARES))
+FITS = 2
 
 
 def encode_weight(matrix: Tensor) -> Tensor:
     """Quantises a matrix, with more care than what is quantised in passing; see encode()."""
-    return encode(matrix, CLIPS, FITS)
+    return encode(matrix, CUTS, FITS)
 
 
-def encode(values: Tensor, clips: Sequence[float] = (1.0,), fits: int = 0) -> Tensor:
+def encode(values: Tensor, cuts: Sequence[Cut] = (NO_CUT,), fits: int = 0) -> Tensor:
     """Quantises vectors.
 
     Args:
         values: [..., dim], floating point, finite.
-        clips: shares of a group's range; each group takes the one with the least squared error.
+        cuts: each group takes the one with the least squared error.
         fits: how often scale and minimum are then fitted to the codes, and kept where the squared error is less.
     Returns: [..., entry_bytes(dim)] uint8.
     """
@@ -44,7 +48,7 @@ def encode(values: Tensor, clips: Sequence[float] = (1.0,), fits: int = 0) -> Te
     metadata = torch.empty(*values.shape[:-1], groups_of(dim), 2, dtype=torch.bfloat16, device=values.device)
     for columns, groups in _runs(dim):
         grouped = values[..., columns].float().unflatten(-1, (groups.stop - groups.start, -1))
-        scale, minimum = choose_ranges(grouped, clips, fits)
+        scale, minimum = choose_ranges(grouped, cuts, fits)
         codes[..., columns] = encode_groups(grouped, scale, minimum).flatten(-2)
         metadata[..., groups, 0], metadata[..., groups, 1] = scale, minimum
     pairs = codes.unflatten(-1, (-1, 2))
@@ -76,7 +80,7 @@ def decode(entries: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def choose_ranges(grouped: Tensor, clips: Sequence[float] = (1.0,), fits: int = 0) -> tuple[Tensor, Tensor]:
+def choose_ranges(grouped: Tensor, cuts: Sequence[Cut] = (NO_CUT,), fits: int = 0) -> tuple[Tensor, Tensor]:
     """Scale and minimum of groups; see encode().
 
     Args:
@@ -84,12 +88,12 @@ def choose_ranges(grouped: Tensor, clips: Sequence[float] = (1.0,), fits: int = 
     Returns: two tensors [..., groups] bfloat16.
     """
     low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)
-    best = _range(low, high, clips[0])
-    if len(clips) + fits == 1:
+    best = _range(low, high, cuts[0])
+    if len(cuts) + fits == 1:
         return best
     least = _squared_error(grouped, *best)
-    for clip in clips[1:]:
-        best, least = _better(grouped, _range(low, high, clip), best, least)
+    for cut in cuts[1:]:
+        best, least = _better(grouped, _range(low, high, cut), best, least)
     for _ in range(fits):
         best, least = _better(grouped, _fit(grouped, *best), best, least)
     return best
@@ -107,11 +111,11 @@ def encode_groups(grouped: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     return torch.where(steps == 0, 0.0, codes).to(torch.uint8)
 
 
-def _range(low: Tensor, high: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Scale and minimum of the middle `clip` of the ranges."""
-    cut = (high - low) * ((1 - clip) / 2)
-    minimum = (low + cut).to(torch.bfloat16)
-    return ((high - low) * (clip / LEVELS)).to(torch.bfloat16), minimum
+def _range(low: Tensor, high: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of what is left of the ranges."""
+    below, above = cut
+    minimum = (low + (high - low) * below).to(torch.bfloat16)
+    return ((high - low) * ((1 - below - above) / LEVELS)).to(torch.bfloat16), minimum
 
 
 def _fit(grouped: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:

@@ -144,6 +144,7 @@ def summary(report: dict[str, Any], length: int) -> str:
         f" entries per row and head; {held:,} bytes{share}; {eviction['evictions']:,} entries evicted",
         f"homes achieved: {percent} per cent (weights, cache, hidden states on gpu and cpu)",
     ]
+    lines += _predicted_lines(report["predicted"])
     if not report["measured"]:
         return "\n".join(
             [*lines, "dry run: nothing was computed or timed; peaks by the ledger:", *_ledger_lines(memory)]
@@ -160,6 +161,15 @@ def summary(report: dict[str, Any], length: int) -> str:
         decode = f", decode {report['decode_tok_s']:.1f} tok/s" if report["decode_tok_s"] is not None else ""
         lines.append(f"throughput {report['throughput_tok_s']:.1f} tok/s{decode}")
     return "\n".join([*lines, "peak memory, counted by the ledger:", *_ledger_lines(memory), _measured_line(memory)])
+
+
+def _predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
+    if predicted is None:
+        return []
+    return [
+        f"projected, not measured: prefill {predicted['prefill_s']:.3f} s, decode {predicted['decode_s']:.3f} s,"
+        f" {predicted['throughput_tok_s']:.1f} tok/s"
+    ]
 
 
 def _limit_lines(phases: dict[str, Any]) -> list[str]:

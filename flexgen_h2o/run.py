@@ -12,8 +12,9 @@ from flexgen_h2o.run_options import Options, read_flags
 DEFAULT_RANDOM_PROMPT_LEN = 512
 
 if TYPE_CHECKING:
-    from flexgen_h2o.batch import BatchJob, PromptSource
+    from flexgen_h2o.batch import BatchJob, InputSizes, PromptSource
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.search.hardware import Hardware
 
 
 def main(argv: list[str]) -> int:
@@ -23,6 +24,7 @@ def main(argv: list[str]) -> int:
     from flexgen_h2o.batch import BatchJob
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.metrics import MetricsFile
+    from flexgen_h2o.planning import predicted
     from flexgen_h2o.profiling.quick import find_or_measure
     from flexgen_h2o.records import machine_name, run_report, summary
     from flexgen_h2o.results import open_results
@@ -38,21 +40,39 @@ def main(argv: list[str]) -> int:
     ):
         name = machine_name(llm.device.type)
         hardware = find_or_measure(options.hardware, name, llm.device, llm.platform.offload_dir or Path())
-        if hardware is not None and hardware.name == name and hardware.compute_threads is not None:
-            _use_threads(llm, hardware.compute_threads)
         _warn_of_idle_flags(options, llm)
         job = BatchJob(llm, params, _source(options, llm), results, options.checkpoint_s, metrics)
         sizes = job.measure()
+        if options.policy == "auto" and results.stored is None:
+            _choose_policy(options, llm, hardware, sizes)
+            job.source = _source(options, llm)  # random prompts fill the block that was chosen
+            sizes = job.measure()
+        if hardware is not None and hardware.name == name and hardware.compute_threads is not None:
+            _use_threads(llm, hardware.compute_threads)
         if llm.device.type == "meta":
             llm.dry_run(params, sizes.prompt_len, sizes.num_prompts)
         else:
             job.run(sizes)
             _warn(job, llm)
         report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts, hardware)
+        report["predicted"] = predicted(llm, hardware, sizes.prompt_len, params.max_new_tokens, sizes.num_prompts)
         if options.trace is not None and llm.runtime is not None:
             write_trace(Path(options.trace), llm.runtime.timeline.spans)
     print(json.dumps(report) if options.json else summary(report, sizes.prompt_len + params.max_new_tokens))
     return EXIT_FAILED if job.failed and options.strict else EXIT_OK
+
+
+def _choose_policy(options: Options, llm: "LLM", hardware: "Hardware | None", sizes: "InputSizes") -> None:
+    """Goes on with the policy that the search finds."""
+    from flexgen_h2o.planning import choose_policy
+
+    if hardware is None:
+        raise UsageError(
+            "--policy auto needs rates, and there are none of this machine; give --hardware, or free memory for measuring"
+        )
+    gen_len = int(options.params["max_new_tokens"])
+    num_prompts = None if _has_random_prompts(options, llm) else sizes.num_prompts
+    llm.policy = choose_policy(llm, hardware, sizes.prompt_len, gen_len, num_prompts, options.given_policy)
 
 
 def _use_threads(llm: "LLM", beside_streams: int) -> None:
@@ -69,12 +89,18 @@ def _source(options: Options, llm: "LLM") -> "PromptSource":
 
     if options.input is not None:
         return file_source(options.input)
-    if options.llm["dummy_weights"] or options.prompt_len is not None or llm.device.type == "meta":
+    if _has_random_prompts(options, llm):
         longest = llm.config.max_position_embeddings - options.params["max_new_tokens"]
         return random_source(llm, options.prompt_len or max(1, min(DEFAULT_RANDOM_PROMPT_LEN, longest)))
     if llm.tokenizer is None:
         raise UsageError("the model has no tokenizer: give prompt_ids with --input, or --prompt-len for random prompts")
     return sample_source()
+
+
+def _has_random_prompts(options: Options, llm: "LLM") -> bool:
+    """Whether speed is measured, with one block of prompts."""
+    measures = options.llm["dummy_weights"] or options.prompt_len is not None or llm.device.type == "meta"
+    return options.input is None and measures
 
 
 def _warn_of_idle_flags(options: Options, llm: "LLM") -> None:

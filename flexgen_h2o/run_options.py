@@ -10,11 +10,8 @@ from flexgen_h2o.cli import Flags, Parser
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import EVICTIONS, EvictionSpec, Policy
+from flexgen_h2o.policy_files import read_policy
 
-# Flags of FlexGen and H2O that this version does not carry out.
-NOT_YET = {
-    "--policy": "sizes are given by flags",
-}
 DEFAULT_GEN_LEN = 32
 MOST_ROWS = 10**6
 MOST_GB = 10**9
@@ -57,6 +54,8 @@ FLAGS = {
         "--gpu-batch-size": "rows of a prefill sub-batch (default: 32)",
         "--num-gpu-batches": "sub-batches of a block (default: 1)",
         "--decode-batch-size": "rows computed together in decode (default: the block)",
+        "--policy": "auto, for the block and the homes that the policy search finds for this machine or --hardware;"
+        " or FILE, as policy_search -o writes it",
     },
     "homes (GB are 2**30 bytes)": {
         "--percent": "six numbers: per cent of weights on gpu and cpu, of cache likewise, of hidden states likewise;"
@@ -91,6 +90,7 @@ FLAGS = {
         "--ignore-eos": "go on after the end-of-text token",
     },
 }
+POLICY_FLAGS = tuple("--" + field.name.replace("_", "-") for field in fields(Policy))
 GIVEN_OR_NOT: dict[str, Any] = {"action": "store_true"}
 TRUE_IF_BARE: dict[str, Any] = {"nargs": "?", "const": "true"}
 KINDS = {  # flags that do not take exactly one value
@@ -111,9 +111,6 @@ def build_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for flag, text in flags.items():
             group.add_argument(flag, help=text.replace("%", "%%"), **KINDS.get(flag, {}))
-    later = parser.add_argument_group("known, but not carried out by this version", " ".join(NOT_YET))
-    for flag in NOT_YET:
-        later.add_argument(flag, nargs="*", help=argparse.SUPPRESS)
     return parser
 
 
@@ -130,6 +127,7 @@ class Options:
     json: bool
     hardware: str
     trace: str | None
+    policy: str | None
     restart: bool
     checkpoint_s: float | None
     metrics: str | None
@@ -148,10 +146,11 @@ def read_flags(argv: list[str]) -> Options:
     args, unknown = build_parser().parse_known_args(argv)
     flags = Flags(args)
     flags.problems += [f"{word} is not a flag of this command; see --help" for word in unknown]
-    for flag, instead in NOT_YET.items():
-        if flags.text(flag) is not None:
-            flags.problems.append(f"{flag} is not carried out by this version ({instead}); leave it out")
     llm = _llm_arguments(args, flags)
+    if args.policy not in (None, "auto"):
+        llm |= _policy_of_file(args.policy, flags)
+    elif args.policy == "auto" and args.percent is not None:
+        flags.problems.append("--policy auto and --percent both say where things live; leave one of them out")
     params = _sampling_arguments(args, flags, llm["seed"])
     _check_files(args, flags)
     checkpoint_minutes = flags.real("--checkpoint-minutes")
@@ -166,6 +165,7 @@ def read_flags(argv: list[str]) -> Options:
         json=args.json,
         hardware=args.hardware or "auto",
         trace=args.trace,
+        policy=args.policy,
         restart=args.restart,
         checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
         metrics=args.metrics,
@@ -224,6 +224,18 @@ def _llm_arguments(args: argparse.Namespace, flags: Flags) -> dict[str, Any]:
         "seed": flags.whole("--seed", 0, 2**63 - 1) or 0,
         **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def _policy_of_file(path: str, flags: Flags) -> dict[str, Any]:
+    """The fields of a policy's file; no flag may say them once more."""
+    again = [name for name in POLICY_FLAGS if flags.given(name)]
+    flags.problems += [f"{name} and --policy {path} both say it; leave one of them out" for name in again]
+    try:
+        policy = read_policy(Path(path))
+    except UsageError as error:
+        flags.problems += error.problems
+        return {}
+    return {field.name: getattr(policy, field.name) for field in fields(Policy)}
 
 
 def _percent(flags: Flags, given: list[str] | None) -> Percent | None:

@@ -111,12 +111,12 @@ def squared_error(values: Tensor, entries: Tensor) -> Tensor:
 def test_a_weights_ranges_are_chosen_for_the_least_error(dim: int) -> None:
     values = torch.randn(200, dim, generator=torch.Generator().manual_seed(0)) * 0.02
     nearest = squared_error(values, quant.encode(values))
-    clipped = squared_error(values, quant.encode(values, quant.CLIPS))
+    clipped = squared_error(values, quant.encode(values, quant.CUTS))
     fitted = squared_error(values, quant.encode_weight(values))
-    each = torch.stack([squared_error(values, quant.encode(values, (clip,))) for clip in quant.CLIPS])
+    each = torch.stack([squared_error(values, quant.encode(values, (cut,))) for cut in quant.CUTS])
     torch.testing.assert_close(clipped, each.amin(dim=0))
     assert (fitted <= clipped).all()
-    assert fitted.sum() < 0.93 * clipped.sum() and clipped.sum() < 0.98 * nearest.sum()
+    assert fitted.sum() < 0.985 * clipped.sum() and clipped.sum() < 0.93 * nearest.sum()
 
 
 def test_a_fit_is_a_line_through_the_codes() -> None:
@@ -124,7 +124,7 @@ def test_a_fit_is_a_line_through_the_codes() -> None:
     numpy = pytest.importorskip("numpy")
     codes = torch.arange(64) % 16
     values = 0.25 * codes - 1 + 0.02 * torch.sin(torch.arange(64.0))
-    entry = quant.encode(values, (1.0,), fits=1)
+    entry = quant.encode(values, fits=1)
     slope, intercept = numpy.polyfit(codes.numpy(), values.numpy(), 1)
     scale, minimum = entry[-4:].view(torch.bfloat16).tolist()
     assert scale == pytest.approx(slope, rel=UNIT / 2) and minimum == pytest.approx(intercept, rel=UNIT / 2)

@@ -58,12 +58,6 @@ CONTRACT_FLAGS = [
     "--checkpoint-minutes",
     "--metrics",
 ]
-LATER_FLAGS = {
-    "--compress-weight": [],
-    "--compress-cache": [],
-    "--ring-16bit": [],
-    "--policy": ["auto"],
-}
 
 
 @pytest.fixture
@@ -84,12 +78,6 @@ def test_help_names_every_flag_and_says_what_ratios_are_shares_of() -> None:
     assert "prompt + generated" in finished.out and "shares of the prompt" in " ".join(finished.out.split())
 
 
-@pytest.mark.parametrize("flag", LATER_FLAGS)
-def test_what_later_versions_do_is_refused_in_one_sentence(flag: str) -> None:
-    problem = refused_once(flag, *LATER_FLAGS[flag])
-    assert problem.startswith(f"{flag} is not carried out by this version") and "leave it out" in problem
-
-
 @pytest.mark.parametrize("device", ["tpu", "", "cpu:0"])
 def test_an_unknown_device_is_refused(device: str) -> None:
     problem = refused_once("--device", device)
@@ -102,7 +90,9 @@ def test_a_gpu_that_is_not_there_is_refused_with_what_is() -> None:
     assert "no GPU" in problem and "--device cpu" in problem and "--device meta" in problem
 
 
-@pytest.mark.parametrize("flag", ["--overlap", "--pin-weight", "--cpu-cache-compute"])
+@pytest.mark.parametrize(
+    "flag", ["--overlap", "--pin-weight", "--cpu-cache-compute", "--compress-weight", "--compress-cache"]
+)
 @pytest.mark.parametrize("value", ["1", "yes", ""])
 def test_switches_are_true_or_false(flag: str, value: str) -> None:
     problem = refused_once(flag, value)

@@ -83,7 +83,7 @@ def packed_row_bytes(inputs: int, dtype: torch.dtype) -> int:
     return int(_library().flexgen_h2o_packed_row_bytes(inputs, native.TYPES[dtype]))
 
 
-def quantise(matrix: Tensor, target: Tensor, clips: Sequence[float], fits: int, in_strips: bool) -> None:
+def quantise(matrix: Tensor, target: Tensor, cuts: Sequence[quant.Cut], fits: int, in_strips: bool) -> None:
     """Quantises a matrix as quant.encode() does.
 
     Args:
@@ -94,18 +94,18 @@ def quantise(matrix: Tensor, target: Tensor, clips: Sequence[float], fits: int, 
         matrix = matrix.float()
     if matrix.stride(1) != 1:
         matrix = matrix.contiguous()
-    cuts = (c_float * len(clips))(*((1 - clip) / 2 for clip in clips))
-    steps = (c_float * len(clips))(*(clip / LEVELS for clip in clips))
+    cut_below = (c_float * len(cuts))(*(below for below, _ in cuts))
+    steps = (c_float * len(cuts))(*((1 - below - above) / LEVELS for below, above in cuts))
     task = Quantisation(
         values=matrix.data_ptr(),
         target=pointer(target),
-        cuts=addressof(cuts),
+        cuts=addressof(cut_below),
         steps=addressof(steps),
         outputs=matrix.shape[0],
         inputs=matrix.shape[1],
         stride=matrix.stride(0),
         type=native.TYPES[matrix.dtype],
-        clips=len(clips),
+        clips=len(cuts),
         fits=fits,
         in_strips=in_strips,
         threads=torch.get_num_threads(),
@@ -123,7 +123,7 @@ def encode(values: Tensor) -> Tensor:
         return quant.encode(values)
     dim = values.shape[-1]
     entries = torch.empty(*values.shape[:-1], quant_format.entry_bytes(dim), dtype=torch.uint8)
-    quantise(values.reshape(-1, dim), entries, (1.0,), 0, in_strips=False)
+    quantise(values.reshape(-1, dim), entries, (quant.NO_CUT,), 0, in_strips=False)
     return entries
 
 

@@ -103,7 +103,7 @@ class QuantisedPanelLayout:
 
     def encode(self, storage: Tensor, matrix: Tensor) -> None:
         if not storage.is_meta:
-            quantised.quantise(matrix, storage, quant.CLIPS, quant.FITS, in_strips=True)
+            quantised.quantise(matrix, storage, quant.CUTS, quant.FITS, in_strips=True)
 
     def matrix(self, storage: Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Tensor) -> Matrix:
         if storage.is_meta:

@@ -112,7 +112,7 @@ class QuantisedRowLayout:
             return
         if matrix.device.type == "cpu" and quantised.library() is not None:
             entries = storage if storage.device == matrix.device else torch.empty(storage.shape, dtype=torch.uint8)
-            quantised.quantise(matrix, entries, quant.CLIPS, quant.FITS, in_strips=False)
+            quantised.quantise(matrix, entries, quant.CUTS, quant.FITS, in_strips=False)
             if entries is not storage:
                 storage.copy_(entries)
             return
