@@ -68,7 +68,7 @@ def _choose_policy(options: Options, llm: "LLM", hardware: "Hardware | None", si
 
     if hardware is None:
         raise UsageError(
-            "--policy auto needs rates, and there are none of this machine; give --hardware, or free memory for measuring"
+            "--policy auto needs rates, and there are none of this machine; give --hardware, or sizes and --percent"
         )
     gen_len = int(options.params["max_new_tokens"])
     num_prompts = None if _has_random_prompts(options, llm) else sizes.num_prompts
