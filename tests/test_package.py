@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT, environment
 
-from flexgen_h2o import evaluate, profile_hardware, run_options
+from flexgen_h2o import convert, evaluate, policy_search, profile_hardware, run_options
 from flexgen_h2o.bench import __main__ as bench
 from flexgen_h2o.errors import UsageError
 
@@ -25,6 +25,8 @@ PARSERS = {
     "flexgen_h2o.evaluate": evaluate.build_parser,
     "flexgen_h2o.profile_hardware": profile_hardware.build_parser,
     "flexgen_h2o.bench": bench.build_parser,
+    "flexgen_h2o.convert": convert.build_parser,
+    "flexgen_h2o.policy_search": policy_search.build_parser,
 }
 COMMANDS = {"run", "run_options", "policy_search", "profile_hardware", "evaluate", "convert"}
 
