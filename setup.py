@@ -43,7 +43,7 @@ setup(
         "torch>=2.4",
         "numpy",
         "transformers>=4.46",
-        "pulp",
+        "pulp<4",  # which no longer brings the solver along
         "tqdm",
         "safetensors",
         "tokenizers",

@@ -33,7 +33,7 @@ def choose_policy(
     """
     model = _cost_model(llm, hardware, prompt_len, gen_len)
     choices = Choices(
-        gpu_batch_size=(given["gpu_batch_size"],) if "gpu_batch_size" in given else BATCH_SIZES,
+        gpu_batch_size=(given["gpu_batch_size"],) if "gpu_batch_size" in given else _batch_sizes(num_prompts),
         num_gpu_batches=given.get("num_gpu_batches"),
         cpu_cache_compute=(given["cpu_cache_compute"],) if "cpu_cache_compute" in given else (False, True),
         compress_weight=(llm.policy.compress_weight,),  # they change what the model says: never by themselves
@@ -49,6 +49,13 @@ def choose_policy(
     found = find(model, budgets, choices, uses_disk=asked.get("disk") is not None).policy
     kept = {name: given[name] for name in ("overlap", "pin_weight", "decode_batch_size") if name in given}
     return replace(found, **kept)
+
+
+def _batch_sizes(num_prompts: int | None) -> list[int]:
+    """Sizes of a sub-batch to try: one of them takes all prompts at once, if they are few."""
+    if num_prompts is None or num_prompts > BATCH_SIZES[-1]:
+        return list(BATCH_SIZES)
+    return [*(size for size in BATCH_SIZES if size < num_prompts), num_prompts]
 
 
 def predicted(
