@@ -281,7 +281,8 @@ def placed(case: Case) -> dict[str, str]:
 def test_weights_that_vanish_under_a_run_are_an_error_that_names_the_file(tiny: Tiny, tmp_path: Path) -> None:
     case = Case(tiny(), small_block(), H2O(3, 4), Percent(0, 0))
     with opened(case, tmp_path) as runtime:
-        path = tmp_path / "weights" / case.tiny.folder.name / "layer-1.bin"
+        assert runtime.weights.folder is not None
+        path = runtime.weights.folder.path / "layer-1.bin"
         os.truncate(path, 100)
         with pytest.raises(OSError, match="layer-1.bin"):
             runtime.engine(case.sizes).run(pad(case.prompts()), 3, GreedyTokens(5))
