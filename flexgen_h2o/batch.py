@@ -186,7 +186,7 @@ class BatchJob:
         if not lines:
             raise UsageError(f"{self.source.name} has no prompts; give it at least one line")
         self._warn_of_duplicates(names)
-        return InputSizes(self.llm.prompt_len or longest, count)
+        return InputSizes(self.llm.prompt_len or max(1, longest), count)
 
     def _warn_of_duplicates(self, hashes: Sequence[int]) -> None:
         """Says which name is given twice; results are then told apart by their order alone."""
@@ -219,10 +219,10 @@ class BatchJob:
         Raises UsageError if the plan cannot work or the output cannot be written.
         """
         stored = self.results.stored
+        if self.llm.platform.offload_dir is not None:
+            reclaim(self.llm.platform.offload_dir)  # of a run that was killed, also where there is nothing left to do
         if stored is not None and stored.progress.is_finished:
             done = stored.progress.lines
-            if self.llm.platform.offload_dir is not None:
-                reclaim(self.llm.platform.offload_dir)  # of a run that was killed after its last line
             _say(f"all {done} prompts have been answered, so nothing is written; --restart begins again")
             return
         if stored is not None:

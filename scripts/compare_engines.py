@@ -130,7 +130,7 @@ def limits(one: PeerJob, args: argparse.Namespace, row: dict[str, Any]) -> dict[
     """
     try:
         return _limits(one, args, row)
-    except (UsageError, OSError) as error:  # the measurement itself must not be lost
+    except (UsageError, OSError, ValueError) as error:  # the measurement itself must not be lost
         return {"reason": str(error)}
 
 
@@ -140,7 +140,7 @@ def _limits(one: PeerJob, args: argparse.Namespace, row: dict[str, Any]) -> dict
         return {"reason": "no hardware file: python -m flexgen_h2o.profile_hardware makes one"}
     head_dim, weight_folder = published(args.model).head_dim, row["details"]["weight_folder"]
     found: dict[str, Any] = {"hardware": hardware.name}
-    if weight_folder is not None:
+    if weight_folder is not None and one.options.get("percent"):
         found["plain_read_bytes_s"] = plain_read_rate(Path(weight_folder))
     for phase, counted in row["repeats"][-1]["work"].items():
         work = PhaseWork.from_json(counted)

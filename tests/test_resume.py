@@ -459,7 +459,7 @@ def test_no_room_for_a_checkpoint_is_said_and_the_run_goes_on(tmp_path: Path, mo
 def test_times_and_tokens_of_a_block_that_goes_on_are_those_of_this_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = new_job(tmp_path / "job", 3, [*SMALL, *HOMES["in_memory"]])
+    job = new_job(tmp_path / "job", 3, small_argv("mixed"))
     interrupt_in_block(job, 4, monkeypatch)
     report = job.run("--json").report
     assert report["prefill_s"] == 0 and report["generated_tokens"] == 3 * 8

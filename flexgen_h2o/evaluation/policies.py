@@ -69,7 +69,9 @@ POLICIES: dict[str, Callable[[Budget], Policy]] = {
     "sink": lambda b: Sink(DEFAULT_SINKS, b.entries - DEFAULT_SINKS),
     "local": lambda b: Local(0, b.entries),
     "smooth": lambda b: Smooth(*b.halves),
-    "heavy": lambda b: H2O(b.entries - 1, 1),
+    # The newest two: an entry that only its own query has seen has no score to be chosen by, and no text can be
+    # followed without the token before.
+    "heavy": lambda b: H2O(b.entries - 2, 2),
     "a2sf": lambda b: Forgetting(*b.halves),
     "tova": lambda b: LastQuery(*b.halves),
     "snapkv": lambda b: ObservationWindow(*b.halves),
