@@ -52,8 +52,9 @@ setup(
     ],
     extras_require={
         # torch for CUDA brings Triton along; here it interprets and compiles the kernels for tests without a GPU.
-        "test": ["pytest", "hypothesis", "ruff", "mypy", "triton; platform_system == 'Linux'"],
+        "test": ["pytest", "hypothesis", "ruff", "mypy", "prometheus-client", "triton; platform_system == 'Linux'"],
         "plots": ["matplotlib"],
+        "metrics": ["prometheus-client"],
         "bench": ["accelerate", "deepspeed", "ctranslate2"],
         "eval": ["lm-eval", "sacrebleu"],
         "ray": ["ray"],
