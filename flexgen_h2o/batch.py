@@ -19,9 +19,11 @@ from flexgen_h2o.generation import GenerationOutput, Request
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics import MetricsFile
 from flexgen_h2o.pace import Pace
+from flexgen_h2o.policy_files import policy_fields
+from flexgen_h2o.progress import weights_bar
 from flexgen_h2o.prompts import JsonScalar, PromptLine, bounded_lines, read_prompts
 from flexgen_h2o.results import Results
-from flexgen_h2o.resume import InputFile, JobRecord, job_settings, policy_fields, setting_differences
+from flexgen_h2o.resume import InputFile, JobRecord, job_settings, setting_differences
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.weights import weight_bytes
 
@@ -354,14 +356,7 @@ class BatchJob:
 
     def _load(self) -> None:
         total = weight_bytes(self.llm.config, self.llm.dtype, self.llm.platform.matrix_layout)
-        with tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            desc="weights",
-            file=sys.stderr,
-            disable=not sys.stderr.isatty(),
-        ) as bar:
+        with weights_bar(total) as bar:
             self.llm.load(bar.update)
         self._say_notes()
         if self.llm.unused_keys:

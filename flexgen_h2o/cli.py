@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from flexgen_h2o.errors import UsageError, notes_of
+from flexgen_h2o.placement import Percent
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 EXIT_SIGNAL = 128  # plus the signal's number
@@ -90,6 +92,16 @@ class Flags:
             return None
         return value
 
+    def percent(self, flag: str, texts: Sequence[str] | None) -> Percent | None:
+        """FlexGen's six numbers; None if not given or wrong."""
+        if texts is None:
+            return None
+        if len(texts) != 6:
+            self.problems.append(f"{flag} has {len(texts)} numbers; it takes six, such as 20 80 0 100 0 100")
+            return None
+        values = [self.real_number(flag, text) for text in texts]
+        return None if None in values else Percent(*(value for value in values if value is not None))
+
     def switch(self, flag: str, default: bool) -> bool:
         """True or false, as FlexGen's switches take it."""
         text = self.text(flag)
@@ -144,6 +156,15 @@ def _ending_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def unwritable(flag: str, output: Path) -> str | None:
+    """What keeps the file of a flag from being written, if anything."""
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        return f"{flag} {output} cannot be written: its folder does not exist or it is a folder; give another name"
+    if not os.access(output if output.exists() else output.resolve().parent, os.W_OK):
+        return f"{flag} {output} cannot be written: permission denied; give another name"
+    return None
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

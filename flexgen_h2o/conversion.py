@@ -1,14 +1,13 @@
 """A model's weights, written to its folder once and for all."""
 
-from math import prod
 from typing import Any
 
 from flexgen_h2o.checkpoints import ModelSource, open_checkpoint
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.extents import whole_pages
 from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.platforms import DTYPES, choose_device, default_dtype, dtype_name
-from flexgen_h2o.quant_format import entry_bytes
+from flexgen_h2o.search.weight_plan import WeightForm
+from flexgen_h2o.units import whole_pages
 from flexgen_h2o.weight_files import weight_folder
 from flexgen_h2o.weight_sources import checkpoint_source, dummy_source
 from flexgen_h2o.weights import Progress, fill_folder, weight_bytes, weight_places
@@ -72,8 +71,5 @@ class Conversion:
 
     def _asked_bytes(self) -> int:
         """By the formula: in 4-bit groups, 4 + 32 ceil(d / 64) / d bits for each value of what has two dimensions."""
-        itemsize = self.dtype.itemsize
-        return sum(
-            shape[0] * entry_bytes(shape[1]) if self.compressed and len(shape) == 2 else prod(shape) * itemsize
-            for shape in self.config.shapes().values()
-        )
+        form = WeightForm(self.config, self.dtype.itemsize, self.compressed)
+        return sum(map(form.nbytes, self.config.shapes().values()))

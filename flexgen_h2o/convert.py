@@ -41,11 +41,10 @@ def main(argv: list[str]) -> int:
     compressed = flags.switch("--compress-weight", False)
     seed = flags.whole("--seed", 0)
 
-    from tqdm import tqdm
-
     from flexgen_h2o.checkpoints import locate_model
     from flexgen_h2o.conversion import Conversion
     from flexgen_h2o.platforms import setting_problems
+    from flexgen_h2o.progress import weights_bar
 
     flags.problems += setting_problems(device, args.dtype or "auto", {})
     try:
@@ -55,14 +54,7 @@ def main(argv: list[str]) -> int:
     if flags.problems:
         raise UsageError(flags.problems)
     conversion = Conversion(source, device, args.dtype or "auto", compressed, args.dummy_weights, seed or 0)
-    with tqdm(
-        total=conversion.nbytes,
-        unit="B",
-        unit_scale=True,
-        desc="weights",
-        file=sys.stderr,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    with weights_bar(conversion.nbytes) as bar:
         conversion.run(bar.update)
     print(json.dumps(conversion.report()) if args.json else _summary(conversion))
     return EXIT_OK

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.extents import PAGE, Extent, as_bytes, host_bytes
+from flexgen_h2o.extents import Extent, as_bytes, host_bytes
+from flexgen_h2o.units import PAGE
 
 REQUEST_BYTES = 8 * 2**20
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of arm64 with small pages of 4096

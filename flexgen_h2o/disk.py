@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import IO
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.extents import Extent, free_disk_bytes, whole_pages
+from flexgen_h2o.extents import Extent, free_disk_bytes
 from flexgen_h2o.tiers import gb
+from flexgen_h2o.units import whole_pages
 
 LOCK_NAME = "lock"
 BEGUN = ".run-"  # prefix of a folder that is not locked yet

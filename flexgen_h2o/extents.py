@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PAGE = 4096  # bytes; extents begin at whole pages
-
 
 @dataclass(frozen=True)
 class Extent:
@@ -30,11 +28,6 @@ class Extent:
         for size in sizes:
             yield self.part(slice(start, start + size))
             start += size
-
-
-def whole_pages(nbytes: int) -> int:
-    """Bytes rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
 
 
 def free_disk_bytes(folder: Path) -> int:

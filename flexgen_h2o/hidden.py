@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.disk import RunFolder
-from flexgen_h2o.extents import Extent, whole_pages
+from flexgen_h2o.extents import Extent
 from flexgen_h2o.placement import Tier
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load, start_store
+from flexgen_h2o.units import whole_pages
 
 LEDGER_LINE = "hidden states"
 

@@ -41,6 +41,7 @@ from flexgen_h2o.preflight import check_fit, is_out_of_memory, lighter_plan, sma
 from flexgen_h2o.prompts import as_ids
 from flexgen_h2o.runtime import RunSizes, Runtime
 from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.schedule import telling_steps
 from flexgen_h2o.tiers import Ledger
 from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
 from flexgen_h2o.weight_files import WeightFolder, weight_folder
@@ -291,10 +292,8 @@ class LLM:
         rows = self._block_rows(num_prompts)
         self._engine = engine = self.load().engine(self._run_sizes(params, prompt_len, num_prompts))
         ids = torch.zeros(rows, prompt_len, dtype=torch.int64)
-        steps = sorted(
-            {0, min(1, params.max_new_tokens - 1), min(2, params.max_new_tokens - 1), params.max_new_tokens - 1}
-        )
-        engine.walk(PromptBlock(ids, torch.zeros(rows, dtype=torch.int64)), steps, NoChoice())
+        block = PromptBlock(ids, torch.zeros(rows, dtype=torch.int64))
+        engine.walk(block, telling_steps(params.max_new_tokens), NoChoice())
 
     def stream(
         self, requests: Iterable[Request], params: SamplingParams, prompt_len: int, num_prompts: int | None = None

@@ -85,11 +85,16 @@ def _shares(gpu: float, cpu: float) -> Shares:
 
 def spread(count: int, shares: Shares) -> list[Tier]:
     """Homes for `count` equal things, each share within one thing of what was asked, evenly interleaved."""
-    on_gpu = round(shares[0] * count)
-    in_memory = max(on_gpu, round((shares[0] + shares[1]) * count))
+    on_gpu, on_cpu = spread_counts(count, shares)
     gpu_here = _evenly(on_gpu, count)
-    cpu_here = iter(_evenly(in_memory - on_gpu, count - on_gpu))
+    cpu_here = iter(_evenly(on_cpu, count - on_gpu))
     return ["gpu" if here else "cpu" if next(cpu_here) else "disk" for here in gpu_here]
+
+
+def spread_counts(count: int, shares: Shares) -> tuple[int, int]:
+    """How many of `count` equal things go to gpu and to cpu; the rest to disk."""
+    on_gpu = round(shares[0] * count)
+    return on_gpu, max(on_gpu, round((shares[0] + shares[1]) * count)) - on_gpu
 
 
 def _evenly(chosen: int, count: int) -> list[bool]:

@@ -65,6 +65,11 @@ class Policy:
         return 1 if self.overlap else 0
 
     @property
+    def travelling_hidden(self) -> int:
+        """Hidden states of sub-batches that are on their way at once in prefill."""
+        return 1 + self.look_ahead if self.percent.hidden[0] < 1 else 0
+
+    @property
     def groups_in_flight(self) -> int:
         """Two groups keep both the CPU (attention) and the GPU (projections) at work."""
         return 2 if self.overlap and self.cpu_cache_compute else 1

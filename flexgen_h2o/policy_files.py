@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.json_files import read_json
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import Policy
 
@@ -15,14 +16,19 @@ COUNTS = ("gpu_batch_size", "num_gpu_batches", "decode_batch_size")
 IGNORED = ("kind", "about")  # what kind of file it is, and where it comes from
 
 
+def policy_fields(policy: Policy) -> dict[str, Any]:
+    """A policy as plain values, percent as a list of six."""
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    return {**values, "percent": list(policy.percent.values)}
+
+
 def policy_to_json(policy: Policy, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A policy as an object.
 
     Args:
         about: what it was made for; for people, not read again.
     """
-    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    return {"kind": KIND, **values, "percent": list(policy.percent.values), **({"about": dict(about)} if about else {})}
+    return {"kind": KIND, **policy_fields(policy), **({"about": dict(about)} if about else {})}
 
 
 def policy_from_json(values: Any, origin: str) -> Policy:
@@ -75,13 +81,7 @@ def _is_number(value: Any) -> bool:
 
 def read_policy(path: Path) -> Policy:
     """The policy of a file. Raises UsageError with every mistake found in it."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; give another policy file") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON ({error}); give another policy file") from error
-    return policy_from_json(values, str(path))
+    return policy_from_json(read_json(path, "policy file"), str(path))
 
 
 def write_policy(path: Path, policy: Policy, about: Mapping[str, Any] | None = None) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
+from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig, from_folder, published
-from flexgen_h2o.placement import Percent, Tier
+from flexgen_h2o.placement import Tier
 from flexgen_h2o.policy import EvictionSpec, Policy
 from flexgen_h2o.policy_files import policy_to_json, write_policy
 from flexgen_h2o.search.cost_model import LANES, CostModel, TimeModel
@@ -21,8 +21,9 @@ from flexgen_h2o.search.predict import Found, predict
 from flexgen_h2o.search.report import summary
 from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
 from flexgen_h2o.search.simulate import simulate
-from flexgen_h2o.search.sizes import DEFAULT_BASELINE, GB, Job
+from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job
 from flexgen_h2o.timeline import write_trace
+from flexgen_h2o.units import GB
 
 DESCRIPTION = """Finds the block size and the homes of weights, KV cache and hidden states that take the least time per
 token within the memory of a machine, with and without eviction. Every time and speed is a projection."""
@@ -164,8 +165,8 @@ def read_flags(argv: list[str]) -> Options:
     dtype = flags.choice("--dtype", ("auto", *DTYPES), "auto")
     choices, given = _choices(args, flags)
     for flag, path in (("--output", args.output), ("--plot", args.plot), ("--trace", args.trace)):
-        if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
-            flags.problems.append(f"{flag} {path} cannot be written: its folder does not exist or it is a folder")
+        problem = None if path is None else unwritable(flag, Path(path))
+        flags.problems += [] if problem is None else [problem]
     engine_model = flags.choice("--engine-model", ("flexgen_h2o", "flexgen"), "flexgen_h2o")
     lane_shares = _lane_shares(args.lane_share or [], flags)
     if lane_shares and engine_model == "flexgen":
@@ -224,21 +225,19 @@ def _choices(args: argparse.Namespace, flags: Flags) -> tuple[Choices, Policy | 
         if decode_rows is not None:
             flags.problems.append("--decode-batch-size means nothing without --percent; leave it out")
         return choices, None
-    values = [flags.real_number("--percent", text) for text in args.percent]
-    if len(values) != 6:
-        flags.problems.append(f"--percent has {len(values)} numbers; it takes six, such as 20 80 0 100 0 100")
+    percent = flags.percent("--percent", args.percent)
+    if percent is None:
         return choices, None
     if rows is None or units is None:
         flags.problems.append(
             "--percent is predicted for a block of given size: add --gpu-batch-size and --num-gpu-batches"
         )
-    if None in values or rows is None or units is None:
         return choices, None
     given = Policy(
         rows,
         units,
         decode_rows,
-        Percent(*(value for value in values if value is not None)),
+        percent,
         **{name: options == (True,) for name, options in switches.items()},
     )
     flags.problems += given.problems()

@@ -16,6 +16,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine import peak_resident_bytes
 from flexgen_h2o.placement import TIERS
 from flexgen_h2o.platforms import dtype_name
+from flexgen_h2o.policy_files import policy_fields
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.search.hardware import Hardware, default_name
 from flexgen_h2o.search.limits import limit_of
@@ -39,7 +40,7 @@ def run_report(
     rule = llm.rule(prompt_len, params.max_new_tokens)
     return {
         "model": llm.config.name,
-        "policy": _policy(llm),
+        "policy": {**policy_fields(llm.policy), "decode_batch_size": llm.policy.group_rows},
         "eviction": {
             "name": rule.name,
             "heavy_slots": rule.heavy,
@@ -73,21 +74,6 @@ def run_report(
         },
         "predicted": None,
         "measured": measured,
-    }
-
-
-def _policy(llm: LLM) -> dict[str, Any]:
-    return {
-        "gpu_batch_size": llm.policy.gpu_batch_size,
-        "num_gpu_batches": llm.policy.num_gpu_batches,
-        "decode_batch_size": llm.policy.group_rows,
-        "percent": list(llm.policy.percent.values),
-        "overlap": llm.policy.overlap,
-        "cpu_cache_compute": llm.policy.cpu_cache_compute,
-        "pin_weight": llm.policy.pin_weight,
-        "compress_weight": llm.policy.compress_weight,
-        "compress_cache": llm.policy.compress_cache,
-        "ring_16bit": llm.policy.ring_16bit,
     }
 
 

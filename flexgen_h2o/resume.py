@@ -91,11 +91,6 @@ def remove_checkpoint(output: Path) -> None:
     shutil.rmtree(checkpoint_folder(output), ignore_errors=True)
 
 
-def policy_fields(policy: Policy) -> dict[str, Any]:
-    """A policy as plain values."""
-    return {**asdict(policy), "percent": list(policy.percent.values)}
-
-
 def write_record(path: Path, record: JobRecord) -> None:
     """Replaces a side file."""
     body = asdict(record)

@@ -45,8 +45,9 @@ def main(argv: list[str]) -> int:
         sizes = job.measure()
         if options.policy == "auto" and results.stored is None:
             _choose_policy(options, llm, hardware, sizes)
-            job.source = _source(options, llm)  # random prompts fill the block that was chosen
-            sizes = job.measure()
+            if _has_random_prompts(options, llm):  # they fill the block that was chosen
+                job.source = _source(options, llm)
+                sizes = job.measure()
         if hardware is not None and hardware.name == name and hardware.compute_threads is not None:
             _use_threads(llm, hardware.compute_threads)
         if llm.device.type == "meta":

@@ -1,14 +1,12 @@
 """The flags of `python -m flexgen_h2o.run`: parsed, checked, every mistake reported at once."""
 
 import argparse
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli import Flags, Parser
+from flexgen_h2o.cli import Flags, Parser, unwritable
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import EVICTIONS, EvictionSpec, Policy
 from flexgen_h2o.policy_files import read_policy
 
@@ -202,7 +200,7 @@ def _llm_arguments(args: argparse.Namespace, flags: Flags) -> dict[str, Any]:
         "gpu_batch_size": flags.whole("--gpu-batch-size", 1, MOST_ROWS),
         "num_gpu_batches": flags.whole("--num-gpu-batches", 1, MOST_ROWS),
         "decode_batch_size": flags.whole("--decode-batch-size", 1, MOST_ROWS),
-        "percent": _percent(flags, args.percent),
+        "percent": flags.percent("--percent", args.percent),
         "offload_dir": args.offload_dir,
         **{name: flags.switch("--" + name.replace("_", "-"), default) for name, default in switches.items()},
     }
@@ -238,17 +236,6 @@ def _policy_of_file(path: str, flags: Flags) -> dict[str, Any]:
     return {field.name: getattr(policy, field.name) for field in fields(Policy)}
 
 
-def _percent(flags: Flags, given: list[str] | None) -> Percent | None:
-    """The six numbers of --percent."""
-    if given is None:
-        return None
-    if len(given) != 6:
-        flags.problems.append(f"--percent has {len(given)} numbers; it takes six, such as 20 80 0 100 0 100")
-        return None
-    values = [flags.real_number("--percent", text) for text in given]
-    return None if None in values else Percent(*(value for value in values if value is not None))
-
-
 def _sampling_arguments(args: argparse.Namespace, flags: Flags, seed: int) -> dict[str, Any]:
     temperature = flags.real("--temperature")
     for flag in ("--temperature", "--top-k", "--top-p"):
@@ -277,8 +264,8 @@ def _check_files(args: argparse.Namespace, flags: Flags) -> None:
     checks = {
         "--input": _input_problem,
         "--output": _output_problem,
-        "--trace": lambda args: _unwritable("--trace", Path(args.trace)),
-        "--metrics": lambda args: _unwritable("--metrics", Path(args.metrics)),
+        "--trace": lambda args: unwritable("--trace", Path(args.trace)),
+        "--metrics": lambda args: unwritable("--metrics", Path(args.metrics)),
     }
     for flag, check in checks.items():
         if flags.text(flag) is None:
@@ -309,16 +296,7 @@ def _output_problem(args: argparse.Namespace) -> str | None:
     output = Path(args.output)
     if args.input not in (None, "-") and output.exists() and Path(args.input).exists() and output.samefile(args.input):
         return f"--output {output} is the input file; give another name"
-    return _unwritable("--output", output)
-
-
-def _unwritable(flag: str, output: Path) -> str | None:
-    """What keeps a file from being written, if anything."""
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        return f"{flag} {output} cannot be written: its folder does not exist or it is a folder; give another name"
-    if not os.access(output if output.exists() else output.resolve().parent, os.W_OK):
-        return f"{flag} {output} cannot be written: permission denied; give another name"
-    return None
+    return unwritable("--output", output)
 
 
 def _add_deeper_problems(options: Options, flags: Flags) -> None:

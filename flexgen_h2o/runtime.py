@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexgen_h2o import footprint
 from flexgen_h2o.disk import RunFolder
 from flexgen_h2o.engine import Engine, unit_shapes
+from flexgen_h2o.footprint import GPU_PREFILL_LOGITS
 from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.matrices import MatrixLayout
-from flexgen_h2o.kvcache.attention import GPU_PREFILL_LOGITS, prefill_attention_bytes
-from flexgen_h2o.kvcache.buffer import QUANTISED_AT_ONCE, UnitShape
+from flexgen_h2o.kvcache.attention import prefill_attention_bytes
 from flexgen_h2o.kvcache.cache import KVCache
 from flexgen_h2o.kvcache.eviction import EvictionRule
 from flexgen_h2o.machine import process_baseline
@@ -35,7 +36,6 @@ BASELINE_LINE = "process baseline"
 WORKSPACE_LINE = "workspace"
 PASSING_LINE = "temporaries"
 STAGING_LINE = "pinned staging"
-QUANTISING_BYTES = 20  # that quantising an element takes in passing
 STAGED_BYTES = 2 * STAGING_BYTES * len(LINKS)
 
 
@@ -151,7 +151,11 @@ class Runtime:
             workspaces = [self._make_workspace(resources, sizes) for _ in range(policy.groups_in_flight)]
             shapes = unit_shapes(config, sizes.rule, policy, sizes.rows)
             if not self.platform.joint:
-                resources.enter_context(self.ledger.held("cpu", PASSING_LINE, self._host_passing(shapes[0])))
+                unit = shapes[0]
+                host_passing = footprint.host_passing_bytes(
+                    unit.rows, unit.heads, unit.head_dim, unit.slots, self.dtype.itemsize
+                )
+                resources.enter_context(self.ledger.held("cpu", PASSING_LINE, host_passing))
             flat = spread(config.num_hidden_layers * len(shapes), percent.cache)
             homes = [flat[start : start + len(shapes)] for start in range(0, len(flat), len(shapes))]
             kv = KVCache(
@@ -186,12 +190,6 @@ class Runtime:
         stored = self.tiers.allocate("gpu", WORKSPACE_LINE, (nbytes,), torch.uint8, WORKSPACE_LINE)
         resources.callback(self.tiers.release, stored, WORKSPACE_LINE)
         return Workspace(stored.resident(frozenset(("gpu",))), logits)
-
-    def _host_passing(self, unit: UnitShape) -> int:
-        """What the CPU needs to attend to a unit, or to repeat a step on one, beside a GPU."""
-        itemsize = self.dtype.itemsize
-        passing = unit.rows * unit.heads * 4 * unit.head_dim * itemsize  # queries, keys, values, output
-        return passing + unit.rows * unit.heads * unit.slots * (12 + itemsize)  # scores, logits, weights twice
 
     def achieved_percent(self) -> list[float]:
         """The six percentages as they are: whole tensors of weights, whole units of KV and hidden states."""
@@ -228,40 +226,28 @@ def workspace_bytes(
     shape = cut_block(sizes.rows, policy.gpu_batch_size, policy.group_rows)
     unit_rows = max(rows.stop - rows.start for rows in shape.unit_rows)
     group_rows = max(group.rows.stop - group.rows.start for group in shape.decode_groups)
-    tokens = max(unit_rows * sizes.prompt_len, group_rows)
     attention = prefill_attention_bytes(
         unit_rows, config.num_attention_heads, sizes.prompt_len, config.head_dim, itemsize, prefill_logits
     )
-    norms = tokens * (config.hidden_size * itemsize + 8)
-    # Until attention ends: norm, queries, keys, values. Then also its projection, a norm and the MLP.
-    held = norms + 3 * tokens * config.hidden_size * itemsize
-    rest = (
-        norms * (1 if config.do_layer_norm_before else 2)
-        + tokens * (config.ffn_dim + 2 * config.hidden_size) * itemsize
-    )
-    attended = tokens * (config.hidden_size * itemsize + 4 * config.num_attention_heads)
-    choice = group_rows * (config.hidden_size * itemsize + 8 + config.vocab_size * (itemsize + 4))
-    return max(held + attention, held + attended + rest, choice) + 32 * ALIGNMENT
+    needs = footprint.workspace_needs(config, itemsize, unit_rows * sizes.prompt_len, group_rows, attention)
+    return int(max(needs)) + 32 * ALIGNMENT
 
 
 def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes, layout: MatrixLayout) -> int:
     """What compute allocates and frees beside the workspace: hidden states that come and go, and what fills the KV."""
     unit_rows = min(policy.gpu_batch_size, sizes.rows)
-    hidden = unit_rows * sizes.prompt_len * config.hidden_size * itemsize
-    normalised = hidden  # torch's layer normalisation makes its output twice
-    travelling = (1 + policy.look_ahead) * hidden if policy.percent.hidden[0] < 1 else 0
-    kept = 2 * unit_rows * config.hidden_size * sizes.rule.slots * itemsize
-    scores = 4 * unit_rows * config.num_attention_heads * max(sizes.prompt_len, sizes.rule.slots) * 4
-    if policy.compress_cache:
-        row = config.hidden_size * max(sizes.rule.heavy, sizes.rule.recent)
-        kept += max(row, min(unit_rows * row, QUANTISED_AT_ONCE)) * QUANTISING_BYTES
-    activation = unit_rows * sizes.prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
     group_rows = max(unit_rows, min(policy.group_rows, sizes.rows))
     products = max(
         layout.result_bytes(max(unit_rows * sizes.prompt_len, group_rows), config.ffn_dim, itemsize),
         layout.result_bytes(group_rows, config.vocab_size, itemsize),
     )
-    return hidden + travelling + max(normalised, kept + scores, activation, products)
+    slots = (sizes.rule.heavy, sizes.rule.recent)
+    return int(
+        footprint.passing_bytes(
+            *(config, itemsize, unit_rows, sizes.prompt_len, slots, products),
+            *(policy.travelling_hidden, policy.compress_cache),
+        )
+    )
 
 
 def predict(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:

@@ -169,6 +169,11 @@ Operation = (
 )
 
 
+def telling_steps(gen_len: int) -> list[int]:
+    """Prefill, the first two decode steps and the last: what a walk needs that is to stand for a whole run."""
+    return sorted({0, *(step for step in (1, 2, gen_len - 1) if 0 < step < gen_len)})
+
+
 def zigzag(
     tokens: Sequence[int], layers: int, shape: BlockShape, look_ahead: int = 0, groups_in_flight: int = 1
 ) -> Iterator[Operation]:

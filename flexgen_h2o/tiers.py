@@ -18,8 +18,7 @@ from torch import Tensor
 from flexgen_h2o.direct_io import aligned_bytes
 from flexgen_h2o.extents import Extent
 from flexgen_h2o.placement import TIERS, Tier
-
-GB = 2**30
+from flexgen_h2o.units import GB
 
 
 def gb(count: float) -> str:

@@ -20,9 +20,10 @@ from torch import Tensor
 from flexgen_h2o.checkpoints import Checkpoint
 from flexgen_h2o.direct_io import REQUEST_BYTES, DirectFile, aligned_bytes, read_direct, write_direct
 from flexgen_h2o.disk import cache_key, check_space, replace_file, take_space
-from flexgen_h2o.extents import Extent, host_bytes, whole_pages
+from flexgen_h2o.extents import Extent, host_bytes
 from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.platforms import DEFAULT_WEIGHT_CACHE
+from flexgen_h2o.units import whole_pages
 
 INDEX, LOCK = "index.json", "lock"
 FILE_VERSION = 3  # of everything here, and of how layouts fill what they ask for

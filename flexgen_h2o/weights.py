@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.direct_io import aligned_bytes
-from flexgen_h2o.extents import Extent, whole_pages
+from flexgen_h2o.extents import Extent
 from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout, Storage
 from flexgen_h2o.layers import Parameters
 from flexgen_h2o.model_config import ModelConfig, Shapes, is_matrix, is_table
@@ -20,6 +20,7 @@ from flexgen_h2o.placement import Tier, WeightHomes, small_first
 from flexgen_h2o.schedule import OUTER, FetchWeights
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load
+from flexgen_h2o.units import whole_pages
 from flexgen_h2o.weight_files import WeightFolder, WeightPlace, lay_out
 from flexgen_h2o.weight_sources import TensorSource
 

@@ -24,7 +24,8 @@ from flexgen_h2o.search.hardware import Hardware, read_hardware
 from flexgen_h2o.search.published import compare, read_rows, table
 from flexgen_h2o.search.search import Found, predict, search
 from flexgen_h2o.search.simulate import simulate
-from flexgen_h2o.search.sizes import DEFAULT_BASELINE, GB, Job
+from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job
+from flexgen_h2o.units import GB
 
 ROOT = Path(__file__).parent.parent
 BUDGETS = {"gpu": 15.0 * GB, "cpu": 204.0 * GB, "disk": 0.0}

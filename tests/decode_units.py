@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,11 +49,15 @@ class Unit:
     decay: float = 1.0
 
     @property
-    def arguments(self) -> tuple[object, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         return tuple(vars(self).values())
 
-    def copy(self) -> Unit:
-        return Unit(*(value.clone() if isinstance(value, Tensor) else value for value in self.arguments))
+    def copy(self, dtype: torch.dtype | None = None) -> Unit:
+        """With memory of its own; query, keys and values in another precision if one is given."""
+        tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        for name in ("query", "heavy_keys", "heavy_values", "ring_keys", "ring_values"):
+            tensors[name] = tensors[name].to(dtype or tensors[name].dtype)
+        return replace(self, **tensors)
 
     def live(self, slots: Tensor) -> Tensor:
         """The live ones of [rows, heads, slots], heavy first."""

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import direct_io
 from flexgen_h2o.direct_io import HUGE_PAGE, DirectFile, aligned_bytes, read_direct, write_direct
-from flexgen_h2o.extents import PAGE, Extent
+from flexgen_h2o.extents import Extent
+from flexgen_h2o.units import PAGE
 
 REQUEST = 4 * PAGE  # small, so that files of some pages take several requests
 SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, REQUEST - 1, REQUEST, REQUEST + 1, 3 * REQUEST, 3 * REQUEST + PAGE + 7]

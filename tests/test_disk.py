@@ -21,10 +21,10 @@ from torch import Tensor
 from flexgen_h2o import disk, extents
 from flexgen_h2o.direct_io import read_direct, write_direct
 from flexgen_h2o.disk import RunFolder, cache_key, check_space
-from flexgen_h2o.extents import PAGE, Extent, free_disk_bytes, whole_pages
+from flexgen_h2o.extents import Extent, free_disk_bytes
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.placement import Percent
-from flexgen_h2o.tiers import GB
+from flexgen_h2o.units import GB, PAGE, whole_pages
 from flexgen_h2o.weight_files import WeightFolder, lay_out
 from flexgen_h2o.weights import weight_places
 

@@ -28,8 +28,9 @@ from flexgen_h2o.block_checkpoint import BlockCheckpoint
 from flexgen_h2o.checkpoints import open_checkpoint
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.policy import Policy
+from flexgen_h2o.policy_files import policy_fields
 from flexgen_h2o.prompts import bounded_lines, read_prompts
-from flexgen_h2o.resume import JobRecord, Progress, policy_fields, read_record, write_record
+from flexgen_h2o.resume import JobRecord, Progress, read_record, write_record
 from flexgen_h2o.run_options import FLAGS, read_flags
 from flexgen_h2o.weight_files import WeightFolder, lay_out
 

@@ -21,7 +21,6 @@ from flexgen_h2o import disk, llm, preflight
 from flexgen_h2o import run as run_command
 from flexgen_h2o import runtime as runtime_module
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.extents import whole_pages
 from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.llm import LLM
@@ -32,7 +31,8 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.preflight import check_fit
 from flexgen_h2o.runtime import RunSizes, predict
 from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.tiers import GB, Ledger, gb
+from flexgen_h2o.tiers import Ledger, gb
+from flexgen_h2o.units import GB, whole_pages
 
 BASELINE = 200 * 2**20
 MODEL = published("opt-125m")

@@ -330,7 +330,7 @@ def test_an_output_that_is_not_what_was_left_is_refused(begun: Job, damage: Call
 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     from flexgen_h2o.policy import Policy
-    from flexgen_h2o.resume import policy_fields
+    from flexgen_h2o.policy_files import policy_fields
 
     policy = policy_fields(Policy())
     record = JobRecord({"--seed": 3, "--stop": ["a"]}, policy, policy, 30, 9, Progress(5, 1, 60, 1234, 99, True))

@@ -34,14 +34,14 @@ from placed import (
 from flexgen_h2o import disk
 from flexgen_h2o import runtime as runtime_module
 from flexgen_h2o.disk import RunFolder
-from flexgen_h2o.extents import whole_pages
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.model_config import Shapes
 from flexgen_h2o.placement import Percent, Tier
 from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import BASELINE_LINE, RunSizes, Runtime, predict, workspace_bytes
-from flexgen_h2o.tiers import GB, BudgetError, Ledger, Stored, Tiers
+from flexgen_h2o.tiers import BudgetError, Ledger, Stored, Tiers
+from flexgen_h2o.units import GB, whole_pages
 from flexgen_h2o.weight_files import WeightFolder
 from flexgen_h2o.weights import storage_of, weight_bytes
 

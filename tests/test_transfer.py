@@ -33,7 +33,7 @@ from torch import Tensor
 from flexgen_h2o import block_work
 from flexgen_h2o import transfer as transfer_module
 from flexgen_h2o.engine import Engine
-from flexgen_h2o.extents import PAGE, Extent, whole_pages
+from flexgen_h2o.extents import Extent
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full
@@ -51,6 +51,7 @@ from flexgen_h2o.transfer import (
     Ticket,
     Transfer,
 )
+from flexgen_h2o.units import PAGE, whole_pages
 from flexgen_h2o.weights import storage_of
 
 Tiny = Callable[..., TinyOpt]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flexgen_h2o import disk, weight_files
 from flexgen_h2o.direct_io import read_direct, write_direct
-from flexgen_h2o.extents import PAGE, Extent
+from flexgen_h2o.extents import Extent
 from flexgen_h2o.model_config import published
+from flexgen_h2o.units import PAGE
 from flexgen_h2o.weight_files import INDEX, WeightFolder, WeightPlace, lay_out, weight_folder
 
 TEN = lay_out("page.bin", {"a": 40})

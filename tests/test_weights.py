@@ -23,12 +23,12 @@ from torch import Tensor
 from flexgen_h2o import quant
 from flexgen_h2o.checkpoints import open_checkpoint
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.extents import PAGE, whole_pages
 from flexgen_h2o.kernels.matrices import PlainLayout, best_layout
 from flexgen_h2o.model_config import ModelConfig, from_dict, from_folder, published
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.runtime import Runtime
 from flexgen_h2o.schedule import OUTER
+from flexgen_h2o.units import PAGE, whole_pages
 from flexgen_h2o.weight_sources import checkpoint_source, dummy_source
 from flexgen_h2o.weights import full_name, weight_bytes, weight_places
 

@@ -23,7 +23,7 @@ from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, UnitShape
 from flexgen_h2o.kvcache.eviction import Local
 from flexgen_h2o.profiling import attention as units
-from flexgen_h2o.tiers import GB
+from flexgen_h2o.units import GB
 
 IN_4_BITS = "4-bit"
 QUERY_IN_4_BITS = torch.bfloat16  # what the products with 4-bit keys are quickest with

@@ -24,7 +24,7 @@ from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.platforms import DTYPES
 from flexgen_h2o.profiling.timing import compute_threads
 from flexgen_h2o.runtime import RunSizes
-from flexgen_h2o.tiers import GB
+from flexgen_h2o.units import GB
 from flexgen_h2o.workspace import Workspace
 
 KEPT_SHARE = 0.1  # heavy and recent entries, each of the prompt

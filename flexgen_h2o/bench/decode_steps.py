@@ -30,7 +30,7 @@ from flexgen_h2o.platforms import DTYPES
 from flexgen_h2o.profiling.timing import compute_threads, fill
 from flexgen_h2o.runtime import RunSizes, Runtime
 from flexgen_h2o.schedule import OUTER
-from flexgen_h2o.tiers import GB
+from flexgen_h2o.units import GB
 
 ENGINES = ("h2o", "full", "transformers")
 REGION_SHARE = 0.1  # heavy and recent entries, each of the whole sequence

@@ -6,16 +6,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from flexgen_h2o import footprint
+from flexgen_h2o.footprint import PREFILL_LOGITS
 from flexgen_h2o.kernels import decode
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
 from flexgen_h2o.workspace import ALIGNMENT, Workspace
 
-# Logits held at once in prefill: rows x heads x queries x n. Large enough for efficient products, small enough that
-# memory grows with n and never with its square. On a CPU they should fit its caches; a GPU wants much work at a time.
-PREFILL_LOGITS = 2**20
-GPU_PREFILL_LOGITS = 2**25
-# Sequences and heads are taken apart before their queries are cut in chunks smaller than this.
-LEAST_QUERIES = 64
 # Queries attend to a prefix of the keys, which ends at one of so many columns at most. oneDNN makes code for every
 # shape that it meets, and keeps it: with a shape for every chunk, a long prompt's took 3 GB.
 PREFIXES = 16
@@ -69,11 +65,7 @@ def prefill_attention(
 
 def prefill_chunks(rows: int, heads: int, n: int, logits: int | None = None) -> tuple[int, int, int]:
     """How many sequences, how many of their heads, and how many queries of those prefill attends to at once."""
-    limit = PREFILL_LOGITS if logits is None else logits
-    pairs = max(1, limit // (n * min(n, LEAST_QUERIES)))
-    rows_at_once = min(rows, max(1, pairs // heads))
-    heads_at_once = min(heads, pairs)
-    return rows_at_once, heads_at_once, max(1, min(n, limit // (rows_at_once * heads_at_once * n)))
+    return footprint.prefill_chunks(rows, heads, n, PREFILL_LOGITS if logits is None else logits)
 
 
 def _walk(starts: range, tensor: Tensor) -> range:
@@ -85,11 +77,8 @@ def prefill_attention_bytes(
     rows: int, heads: int, n: int, head_dim: int, itemsize: int, logits_at_once: int | None = None
 ) -> int:
     """What prefill_attention takes of the workspace at its most."""
-    rows_at_once, heads_at_once, queries = prefill_chunks(rows, heads, n, logits_at_once)
-    pairs = rows_at_once * heads_at_once
-    passing = 2 * pairs * (n + queries) * head_dim * itemsize  # keys, values; queries, the chunk's output
-    held = rows * heads * n * (head_dim * itemsize + 4)  # output and sums
-    return held + passing + pairs * queries * n * (itemsize + 8) + 10 * ALIGNMENT
+    limit = PREFILL_LOGITS if logits_at_once is None else logits_at_once
+    return footprint.prefill_attention_bytes(rows, heads, n, head_dim, itemsize, limit) + 10 * ALIGNMENT
 
 
 def _attend_part(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.json_files import read_json
 from flexgen_h2o.search.rates import Rate, rate_from_json, rate_problems
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int4": 4.5 / 8}  # with scales and minima
@@ -249,13 +250,7 @@ def find_hardware(choice: str, name: str) -> Hardware | None:
 
 def read_hardware(path: Path) -> Hardware:
     """The machine that a file describes. Raises UsageError with every mistake found in it."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; give another hardware file") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON ({error}); give another hardware file") from error
-    return Hardware.from_json(values, str(path))
+    return Hardware.from_json(read_json(path, "hardware file"), str(path))
 
 
 def write_hardware(path: Path, hardware: Hardware) -> None:

@@ -1,8 +1,8 @@
 """A machine's rates for people."""
 
 from flexgen_h2o.search.hardware import Hardware
+from flexgen_h2o.units import GB
 
-GB = 2**30
 SHOWN = {  # unit of a rate: what it is divided by, and the unit it is shown in
     "FLOP/s": (1e9, "GFLOP/s"),
     "byte/s": (GB, "GB/s"),

@@ -72,8 +72,8 @@ def prefill_flops(config: ModelConfig, unit_rows: Iterable[int], width: int) -> 
     hidden, layers = config.hidden_size, config.num_hidden_layers
     for rows in unit_rows:
         tokens = rows * width
-        flops[tokens] += 2 * tokens * (_layer_elements(config) * (layers - 1) + 3 * hidden**2)
-        flops[rows] += 2 * rows * (_layer_elements(config) - 3 * hidden**2 + _head_elements(config))
+        flops[tokens] += 2 * tokens * (layer_elements(config) * (layers - 1) + 3 * hidden**2)
+        flops[rows] += 2 * rows * (layer_elements(config) - 3 * hidden**2 + head_elements(config))
     return flops
 
 
@@ -99,7 +99,7 @@ def decode_flops(config: ModelConfig, group_rows: Iterable[int]) -> Counter[int]
     """FLOPs of the products of one decode step, by their rows."""
     flops: Counter[int] = Counter()
     for rows in group_rows:
-        flops[rows] += 2 * rows * (_layer_elements(config) * config.num_hidden_layers + _head_elements(config))
+        flops[rows] += 2 * rows * (layer_elements(config) * config.num_hidden_layers + head_elements(config))
     return flops
 
 
@@ -199,11 +199,12 @@ def _products(work: PhaseWork, policy: Policy) -> Counter[int]:
     return work.gemm4_flops if policy.compress_weight else work.gemm_flops
 
 
-def _layer_elements(config: ModelConfig) -> int:
+def layer_elements(config: ModelConfig) -> int:
+    """Elements that a layer multiplies with."""
     return sum(prod(shape) for name, shape in config.layer_shapes().items() if is_matrix(name))
 
 
-def _head_elements(config: ModelConfig) -> int:
+def head_elements(config: ModelConfig) -> int:
     """Elements that the choice of a token multiplies with."""
     projected = config.hidden_size * config.word_embed_proj_dim if config.has_embedding_projection else 0
     return config.vocab_size * config.word_embed_proj_dim + projected

@@ -16,7 +16,8 @@ import pulp
 from flexgen_h2o.placement import TIERS, Percent, Shares, Tier
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.cost_model import Split, TimeModel
-from flexgen_h2o.search.sizes import GB, Job, passing_bytes, workspace_needs
+from flexgen_h2o.search.sizes import Job, passing_bytes, workspace_needs
+from flexgen_h2o.units import GB
 
 SCALE = 1000  # of the reciprocal of the number of sub-batches: solvers allow errors of 1e-7
 NOTHING: Shares = (0.0, 0.0, 0.0)

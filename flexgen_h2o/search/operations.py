@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from math import prod
 
-from flexgen_h2o.model_config import is_matrix
 from flexgen_h2o.placement import Tier, small_first
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.schedule import OUTER, Attend, BlockShape, Choose, Finish, Group, Operation, Project
 from flexgen_h2o.search.cost_model import SOFTMAX_BYTES, VECTORS, CostModel
-from flexgen_h2o.search.limits import FOUR_BITS, live_slots
+from flexgen_h2o.search.limits import FOUR_BITS, head_elements, layer_elements, live_slots
 from flexgen_h2o.search.sizes import MemoryPlan
 
 
@@ -48,7 +46,7 @@ class OperationTimes:
                 vectors = VECTORS * self.job.hidden_bytes(tokens, 1)
                 return products + vectors / self.hardware.read_bytes_s()
             case Choose(_, group):
-                return self._product_s(_rows(group.rows), self._head_elements)
+                return self._product_s(_rows(group.rows), head_elements(self.config))
             case Attend(token, _, unit):
                 rows = _rows(shape.unit_rows[unit])
                 return (
@@ -92,17 +90,11 @@ class OperationTimes:
 
     @cached_property
     def _layer_elements(self) -> int:
-        return sum(prod(shape) for name, shape in self.config.layer_shapes().items() if is_matrix(name))
+        return layer_elements(self.config)
 
     @property
     def _qkv_elements(self) -> int:
         return 3 * self.config.hidden_size**2
-
-    @property
-    def _head_elements(self) -> int:
-        config = self.config
-        projected = config.hidden_size * config.word_embed_proj_dim if config.has_embedding_projection else 0
-        return config.vocab_size * config.word_embed_proj_dim + projected
 
     # --- bytes ---
 

@@ -10,7 +10,7 @@ from flexgen_h2o.placement import TIERS
 from flexgen_h2o.search.cost_model import TimeModel
 from flexgen_h2o.search.predict import Budgets, Found
 from flexgen_h2o.search.search import Choices, search
-from flexgen_h2o.search.sizes import GB
+from flexgen_h2o.units import GB
 
 POINTS = 8  # block sizes on the way to the largest
 

@@ -5,7 +5,8 @@ from flexgen_h2o.placement import TIERS
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.predict import Found
-from flexgen_h2o.search.sizes import GB, Job
+from flexgen_h2o.search.sizes import Job
+from flexgen_h2o.units import GB
 
 
 def summary(job: Job, hardware: Hardware, found: Found, full: Found | UsageError) -> str:

@@ -19,7 +19,8 @@ from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.lp import Candidate, Optimum, Program
 from flexgen_h2o.search.polish import polish
 from flexgen_h2o.search.predict import Budgets, Found, predict
-from flexgen_h2o.search.sizes import GB, Job, MemoryPlan
+from flexgen_h2o.search.sizes import Job, MemoryPlan
+from flexgen_h2o.units import GB
 
 BATCH_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 GROUPS = (1, 2, 4, 8)

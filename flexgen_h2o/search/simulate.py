@@ -32,6 +32,7 @@ from flexgen_h2o.schedule import (
     StoreCache,
     StoreHidden,
     cut_block,
+    telling_steps,
     zigzag,
 )
 from flexgen_h2o.search.cost_model import CostModel, TimeModel
@@ -56,7 +57,7 @@ class Simulation:
 
 def simulate(model: TimeModel, policy: Policy) -> Simulation:
     """Walks the schedule of a policy on the machine, and with the engine, of a model."""
-    steps = sorted({0, *(token for token in (1, 2, model.job.gen_len - 1) if 0 < token < model.job.gen_len)})
+    steps = telling_steps(model.job.gen_len)
     shape = cut_block(policy.block_rows, policy.gpu_batch_size, policy.group_rows)
     operations = zigzag(steps, model.job.config.num_hidden_layers, shape, policy.look_ahead, policy.groups_in_flight)
     if isinstance(model, FlexgenCost):

@@ -10,21 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from flexgen_h2o import footprint
+from flexgen_h2o.footprint import DECODED_BYTES, GPU_PREFILL_LOGITS, PREFILL_LOGITS, RESULT_BYTES
 from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.placement import TIERS, Shares, Tier, place_weights
+from flexgen_h2o.placement import TIERS, Shares, Tier, place_weights, spread_counts
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.quant_format import entry_bytes
 from flexgen_h2o.search.hardware import ITEMSIZES
-from flexgen_h2o.search.weight_plan import PlacedWeights, WeightForm, place, whole_pages
+from flexgen_h2o.search.weight_plan import PlacedWeights, WeightForm, place
+from flexgen_h2o.units import whole_pages
 
-GB = 2**30
 STATE_BYTES = 8  # of a slot: score and column
-LOGITS = {"cpu": 2**20, "cuda": 2**25}  # that prefill attention holds at once
-DECODED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}  # of 4-bit weights at once
-LEAST_QUERIES = 64  # of a head at once, before sequences and heads are taken apart
+LOGITS = {"cpu": PREFILL_LOGITS, "cuda": GPU_PREFILL_LOGITS}
 STAGING_BYTES = 2 * 16 * 2**20 * 5  # pinned, of the links of a GPU
 DEFAULT_BASELINE = 500 * 10**6  # interpreter and libraries; measured by the run itself
-PRODUCT_BYTES = 8 * 2**20  # what a product on a CPU makes in passing
 
 Lines = dict[str, float]
 
@@ -114,7 +113,10 @@ class Job:
         """The same by line."""
         if self.joint:
             return {"process baseline": self.baseline}
-        passing = host_passing_bytes(self, policy)
+        config, rows = self.config, policy.gpu_batch_size
+        passing = footprint.host_passing_bytes(
+            rows, config.num_attention_heads, config.head_dim, self.slots, self.itemsize
+        )
         return {"process baseline": self.baseline, "pinned staging": STAGING_BYTES, "temporaries": passing}
 
 
@@ -124,54 +126,21 @@ def workspace_bytes(job: Job, policy: Policy, group_rows: float) -> float:
 
 
 def workspace_needs(job: Job, policy: Policy, group_rows: float) -> tuple[float, ...]:
-    """What takes a workspace, one after the other; each is linear in the rows of a decode group.
-
-    In a layer, for each token: a norm, queries, keys and values until attention ends; then also attention's output, its
-    projection, a norm and the MLP.
-    """
-    config, size = job.config, job.itemsize
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    needs = []
-    for tokens in (policy.gpu_batch_size * job.prompt_len, group_rows):
-        norm = tokens * (hidden * size + 8)
-        held = norm + 3 * tokens * hidden * size
-        attended = tokens * (hidden * size + 4 * heads)
-        rest = norm * (1 if config.do_layer_norm_before else 2) + tokens * (config.ffn_dim + 2 * hidden) * size
-        needs += [held + _attention_bytes(job, policy.gpu_batch_size), held + attended + rest]
-    return *needs, group_rows * (hidden * size + 8 + config.vocab_size * (size + 4))
-
-
-def _attention_bytes(job: Job, rows: int) -> float:
-    """What prefill attention takes, for rows and queries in chunks: O(chunk x n)."""
-    heads, n, size = job.config.num_attention_heads, job.prompt_len, job.itemsize
-    limit = LOGITS[job.device]
-    head_pairs = max(1, limit // (n * min(n, LEAST_QUERIES)))
-    at_once = min(rows, max(1, head_pairs // heads)) * min(heads, head_pairs)
-    chunk = max(1, min(n, limit // (at_once * n)))
-    head_dim_bytes = job.config.head_dim * size
-    passing = at_once * (2 * (n + chunk) * head_dim_bytes + chunk * n * (size + 8))
-    return rows * heads * n * (head_dim_bytes + 4) + passing
+    """What takes a workspace, one after the other; each is linear in the rows of a decode group."""
+    config, rows, size = job.config, policy.gpu_batch_size, job.itemsize
+    attention = footprint.prefill_attention_bytes(
+        rows, config.num_attention_heads, job.prompt_len, config.head_dim, size, LOGITS[job.device]
+    )
+    return footprint.workspace_needs(config, size, rows * job.prompt_len, group_rows, attention)
 
 
 def passing_bytes(job: Job, policy: Policy, group_rows: float) -> float:
     """What compute allocates and frees beside the workspace."""
-    config, rows = job.config, policy.gpu_batch_size
-    hidden = job.hidden_bytes(rows, job.prompt_len)
-    travelling = (1 + policy.look_ahead) * hidden if policy.percent.hidden[0] < 1 else 0
-    kept = 2 * job.hidden_bytes(rows, job.slots)
-    if policy.compress_cache:
-        row = config.hidden_size * max(job.heavy, job.recent)
-        kept += 20 * max(row, min(rows * row, 2**20))
-    scores = 16 * rows * config.num_attention_heads * max(job.prompt_len, job.slots)
-    activation = rows * job.prompt_len * config.ffn_dim * job.itemsize if config.activation_function != "relu" else 0
-    products = max(PRODUCT_BYTES, group_rows * config.ffn_dim * job.itemsize) if job.joint else 0
-    return hidden + travelling + max(hidden, kept + scores, activation, min(products, PRODUCT_BYTES * 2))
-
-
-def host_passing_bytes(job: Job, policy: Policy) -> float:
-    """What the CPU needs to attend to a unit, or to repeat a step on one, beside a GPU."""
-    heads, size = job.config.num_attention_heads, job.itemsize
-    return policy.gpu_batch_size * heads * (4 * job.config.head_dim * size + job.slots * (12 + size))
+    products = max(RESULT_BYTES, group_rows * job.config.ffn_dim * job.itemsize) if job.joint else 0
+    return footprint.passing_bytes(
+        *(job.config, job.itemsize, policy.gpu_batch_size, job.prompt_len, (job.heavy, job.recent)),
+        *(min(products, 2 * RESULT_BYTES), policy.travelling_hidden, policy.compress_cache),
+    )
 
 
 def memory_lines(job: Job, policy: Policy) -> dict[Tier, Lines]:
@@ -246,7 +215,7 @@ class MemoryPlan:
             self._add(found, tier, "hidden states", self.hidden_shares[index] * hidden)
         self._add(found, "gpu", "weight read buffers", self._placed.buffers)
         if self._out_of_reach(self.cache_shares):
-            self._add(found, "gpu", "KV working buffers", (1 + policy.look_ahead) * whole_pages(unit))
+            self._add(found, "gpu", "KV working buffers", (1 + policy.look_ahead) * whole_pages(int(unit)))
         return found
 
     def peaks(self) -> dict[Tier, float]:
@@ -264,6 +233,5 @@ class MemoryPlan:
 
 def _achieved(count: int, asked: Shares) -> Shares:
     """Shares of `count` equal things, as placement.spread() gives them to the tiers."""
-    on_gpu = round(asked[0] * count)
-    in_memory = max(on_gpu, round((asked[0] + asked[1]) * count))
-    return on_gpu / count, (in_memory - on_gpu) / count, (count - in_memory) / count
+    on_gpu, on_cpu = spread_counts(count, asked)
+    return on_gpu / count, on_cpu / count, (count - on_gpu - on_cpu) / count

@@ -8,8 +8,7 @@ from math import prod
 from flexgen_h2o.model_config import ModelConfig, Shapes
 from flexgen_h2o.placement import TIERS, Shares, Tier, WeightHomes, place_weights, small_first
 from flexgen_h2o.quant_format import entry_bytes
-
-PAGE = 4096  # bytes; what lies on disk, and buffers for it, take whole pages
+from flexgen_h2o.units import whole_pages
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,3 @@ def _buffer(
     order = list(sizes)
     away = [order.index(name) for name in order if any(homes[prefix + name] not in reachable for prefix in prefixes)]
     return float(sum(sizes[name] for name in order[away[0] : away[-1] + 1])) if away else 0.0
-
-
-def whole_pages(nbytes: float) -> int:
-    """Bytes in whole pages."""
-    return -(-int(nbytes) // PAGE) * PAGE

@@ -9,12 +9,13 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from commands import ROOT, environment
+from decode_units import Unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,34 +34,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Half of the distance between neighbours, relative to the largest output.
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Arguments of decode_attention."""
-
-    query: Tensor
-    heavy_keys: Tensor
-    heavy_values: Tensor
-    ring_keys: Tensor
-    ring_values: Tensor
-    scores: Tensor
-    losers: Tensor
-    heavy_len: int
-    ring_len: int
-    accumulates: bool
-    decay: float
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
-
-    def copy(self, dtype: torch.dtype | None = None) -> Unit:
-        """With memory of its own; query, keys and values in another precision if one is given."""
-        tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
-        for name in ("query", "heavy_keys", "heavy_values", "ring_keys", "ring_values"):
-            tensors[name] = tensors[name].to(dtype or tensors[name].dtype)
-        return replace(self, **tensors)
 
 
 def make_unit(

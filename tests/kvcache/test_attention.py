@@ -9,6 +9,7 @@ import torch
 from helpers import largest_difference, new_workspace
 from torch import Tensor
 
+from flexgen_h2o import footprint
 from flexgen_h2o.kvcache import attention
 from flexgen_h2o.kvcache.attention import decode_attention, prefill_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
@@ -229,7 +230,7 @@ def test_rows_and_heads_are_taken_apart_before_queries(rows: int, heads: int, n:
     assert rows_at_once == 1 or heads_at_once == heads
     at_once = rows_at_once * heads_at_once
     assert at_once * queries * n <= limit or (at_once == queries == 1)
-    assert at_once == 1 or queries >= min(n, attention.LEAST_QUERIES)
+    assert at_once == 1 or queries >= min(n, footprint.LEAST_QUERIES)
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):

@@ -22,7 +22,7 @@ from flexgen_h2o.profiling.settings import FULL, QUICK
 from flexgen_h2o.profiling.threads import Stream, best_threads, candidates, copy_step, disk_step
 from flexgen_h2o.profiling.timing import Stopwatch, Subject, collect, compute_threads, fill, summarise
 from flexgen_h2o.search.rates import Rate
-from flexgen_h2o.tiers import GB
+from flexgen_h2o.units import GB
 from flexgen_h2o.workspace import Workspace
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ from flexgen_h2o.policy import EvictionSpec, Policy
 from flexgen_h2o.search.cost_model import CostModel, Lanes
 from flexgen_h2o.search.hardware import Hardware, read_hardware
 from flexgen_h2o.search.rates import Rate, unit_of
-from flexgen_h2o.search.sizes import GB, Job, MemoryPlan
+from flexgen_h2o.search.sizes import Job, MemoryPlan
+from flexgen_h2o.units import GB
 
 T4 = read_hardware(ROOT / "policies" / "hardware" / "t4.json")
 T4_MEMORY: dict[Tier, float | None] = {"gpu": 15.0 * GB, "cpu": 204.0 * GB, "disk": 0.0}

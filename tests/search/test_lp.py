@@ -16,7 +16,8 @@ from flexgen_h2o.search.cost_model import CostModel, Split
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.lp import Candidate, Program
 from flexgen_h2o.search.predict import predict
-from flexgen_h2o.search.sizes import GB, Job, MemoryPlan
+from flexgen_h2o.search.sizes import Job, MemoryPlan
+from flexgen_h2o.units import GB
 
 SMALL = job("opt-1.3b", 128, 32)
 FULL = job("opt-1.3b", 128, 32, eviction="full")

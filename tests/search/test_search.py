@@ -21,7 +21,8 @@ from flexgen_h2o.runtime import predict as ledger_of
 from flexgen_h2o.search.cost_model import LANES, CostModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost
 from flexgen_h2o.search.search import Choices, Found, find, largest_block, predict, search
-from flexgen_h2o.search.sizes import DEFAULT_BASELINE, GB, Job, MemoryPlan
+from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job, MemoryPlan
+from flexgen_h2o.units import GB
 
 # tokens to generate, rows of the authors' block, its limit in tok/s; least and most of a search; least when derated
 CASES = [(32, 728, 22.0, 22.5, 23.4, 18), (512, 416, 78.5, 110, 119, 63), (1024, 264, 57.4, 90, 99, 46)]

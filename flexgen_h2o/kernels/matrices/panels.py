@@ -5,14 +5,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from flexgen_h2o.footprint import RESULT_BYTES
 from flexgen_h2o.kernels import onednn
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainLayout, PlainMatrix
 
 PANEL = 64  # outputs side by side
 DEPTH = 16  # steps along the inputs to which a panel is padded
-# A product's result is allocated anew and then copied to where it belongs; so many bytes stay in the caches.
-RESULT_BYTES = 8 * 2**20
 LEAST_ROWS = 128  # with fewer rows at once, weights are read more often than they need be
 
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o import quant
+from flexgen_h2o.footprint import DECODED_BYTES
 from flexgen_h2o.kernels import quantised
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
 from flexgen_h2o.quant_format import GROUP, entry_bytes, groups_of
 
-# Bytes that are decoded at once: on a CPU few, so that they stay in the caches; on a GPU enough to keep it busy.
-DECODED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 ENCODED_VALUES = 2**18  # at once, lest what encoding needs in passing be larger than the matrix
 
 
