@@ -4,6 +4,8 @@ The ledger of a run (runtime.py) and the plans of the policy search (search/size
 caller knows better, such as the padding of a workspace, it adds. Without torch, which plans do not need.
 """
 
+from collections.abc import Iterable
+
 from flexgen_h2o.model_config import ModelConfig
 
 # Logits held at once in prefill: rows x heads x queries x n. Large enough for efficient products, small enough that
@@ -18,6 +20,11 @@ QUANTISING_BYTES = 20
 # Of 4-bit weights that are restored at once: on a CPU few, so that they stay in the caches; on a GPU enough to keep it
 # busy.
 DECODED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
+# Where a CPU restores panels of them (kernels/matrices/quantised_panels.py): so many bytes, in whole panels, but at
+# least so many outputs.
+RESTORED_BYTES = 4 * 2**20
+RESTORED_OUTPUTS = 512
+PANEL_OUTPUTS = 64
 # A product's result in panels is allocated anew and then copied to where it belongs; so many bytes stay in the caches.
 RESULT_BYTES = 8 * 2**20
 
@@ -93,6 +100,16 @@ def passing_bytes(
     scores = 4 * rows * config.num_attention_heads * max(prompt_len, sum(slots)) * 4
     activation = rows * prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
     return (1 + travelling) * hidden + max(normalised, kept + scores, activation, product_bytes)
+
+
+def restored_bytes(shapes: Iterable[tuple[int, int]], itemsize: int) -> int:
+    """The largest part of matrices [out, in] in 4 bits that is restored at once on a CPU."""
+    largest = 0
+    for out, inputs in shapes:
+        panels = RESTORED_BYTES // (PANEL_OUTPUTS * inputs * itemsize)
+        outputs = min(out, max(RESTORED_OUTPUTS, PANEL_OUTPUTS * panels))
+        largest = max(largest, outputs * inputs * itemsize)
+    return largest
 
 
 def host_passing_bytes(rows: int, heads: int, head_dim: int, slots: int, itemsize: int) -> int:

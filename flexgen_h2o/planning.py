@@ -4,7 +4,8 @@ Everything here is a projection; what was timed stands in the report's other fie
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flexgen_h2o.errors import UsageError
@@ -14,41 +15,140 @@ from flexgen_h2o.platforms import dtype_name
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.predict import predict
+from flexgen_h2o.search.predict import Budgets, predict
 from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
-from flexgen_h2o.search.sizes import Job
+from flexgen_h2o.search.sizes import Job, MemoryPlan
 
 USED_SHARE = 0.98  # of a budget: the search's sizes agree with the ledger to within 2 %
+# Rows of a block whose tensors are all in memory, at the most: products gain little from more (policies/hardware). The
+# smallest is taken that is projected to be nearly as fast as any: what is done sooner is written sooner.
+BLOCK_ROWS = (32, 64, 128, 256)
+NEARLY = 1.03
+MOST_AT_ONCE = BATCH_SIZES[-1]  # rows of a sub-batch
+SEARCHED_FIELDS = ("gpu_batch_size", "num_gpu_batches", "percent")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run has to do.
+
+    Attributes:
+        prompt_len: the longest prompt, in tokens.
+        num_prompts: how many there are; None if prompts are made to fill the block.
+    """
+
+    prompt_len: int
+    gen_len: int
+    num_prompts: int | None
 
 
 def choose_policy(
-    llm: LLM, hardware: Hardware, prompt_len: int, gen_len: int, num_prompts: int | None, given: dict[str, Any]
+    llm: LLM,
+    work: Workload,
+    given: Mapping[str, Any],
+    hardware: Hardware | None,
+    measure: Callable[[], Hardware | None],
 ) -> Policy:
     """The policy that generates fastest, with those of its fields that were given as they are.
 
+    Where all tensors fit the memory that computes, that is where they are, and nothing is searched but the size of the
+    block; beside a GPU only if there are no rates to search with.
+
     Args:
-        num_prompts: how many prompts there are, if known.
         given: fields of Policy.
-    Raises UsageError if nothing fits, or the hardware file lacks a rate.
+        hardware: rates of the machine that is planned for, where they are known.
+        measure: asked for them where they are not, and are needed.
+    Raises UsageError if nothing fits, or there are no rates to go by.
     """
-    model = _cost_model(llm, hardware, prompt_len, gen_len)
+    if llm.device.type == "cpu" or (hardware is None and llm.device.type != "meta"):
+        resident = resident_policy(llm, work, given, hardware)
+        if resident is not None:
+            return resident
+    hardware = hardware or measure()
+    if hardware is None:
+        raise UsageError(
+            "the policy search needs rates of this machine, and there are none; give --hardware, or --percent and the"
+            " sizes of the block"
+        )
+    if llm.device.type not in (hardware.device, "meta"):
+        raise UsageError(
+            f"{hardware.origin} describes a machine that computes on {hardware.device}, and this one computes on"
+            f" {llm.device.type}; leave --hardware out, or add --device meta to plan for that machine"
+        )
+    return _searched(llm, work, given, hardware)
+
+
+def resident_policy(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hardware | None) -> Policy | None:
+    """The policy with all tensors in the memory that computes; None if the largest block worth having does not fit it.
+
+    The arguments are those of choose_policy().
+    """
+    blocks = [_resident_block(work, given, rows) for rows in BLOCK_ROWS]
+    if not _fits(llm, work, blocks[-1]):
+        return None
+    projections = [_projected(llm, policy, hardware, work) for policy in blocks]
+    speeds = [0.0 if found is None else float(found["throughput_tok_s"]) for found in projections]
+    if not all(speeds):  # there are no rates
+        return blocks[-1] if work.num_prompts is not None else blocks[0]
+    return next(policy for policy, speed in zip(blocks, speeds, strict=True) if speed * NEARLY >= max(speeds))
+
+
+def _resident_block(work: Workload, given: Mapping[str, Any], most_rows: int) -> Policy:
+    """A policy with large sub-batches in blocks of equal size and up to so many rows, unless more are asked for."""
+    decode_rows: int = given.get("decode_batch_size") or 0
+    rows = max(_equal_part(work.num_prompts or most_rows, most_rows), decode_rows)
+    units: int | None = given.get("num_gpu_batches")
+    size = _equal_part(rows, MOST_AT_ONCE) if units is None else min(MOST_AT_ONCE, math.ceil(rows / units))
+    if decode_rows:  # groups are made of whole sub-batches
+        size = next(part for part in range(min(size, decode_rows), decode_rows + 1) if decode_rows % part == 0)
+    size = given.get("gpu_batch_size", size)
+    return Policy(**{"gpu_batch_size": size, "num_gpu_batches": math.ceil(rows / size), **given})
+
+
+def _equal_part(count: int, most: int) -> int:
+    """The size of equal parts of so many things, the last one apart, none of which has more than `most`."""
+    return math.ceil(count / math.ceil(count / most))
+
+
+def _fits(llm: LLM, work: Workload, policy: Policy) -> bool:
+    """Whether all of a policy is within the budgets."""
+    peaks = MemoryPlan(_job(llm, work, llm.device.type), policy).peaks()
+    return all(budget is None or peaks[tier] <= USED_SHARE * budget for tier, budget in llm.platform.budgets.items())
+
+
+def _searched(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hardware) -> Policy:
+    """The policy that the search finds for a machine's rates."""
+    decode_rows: int | None = given.get("decode_batch_size")
+    sizes = _batch_sizes(work.num_prompts)
+    if decode_rows is not None:  # which groups are made of
+        sizes = [size for size in sizes if decode_rows % size == 0]
     choices = Choices(
-        gpu_batch_size=(given["gpu_batch_size"],) if "gpu_batch_size" in given else _batch_sizes(num_prompts),
+        gpu_batch_size=(given["gpu_batch_size"],) if "gpu_batch_size" in given else sizes,
         num_gpu_batches=given.get("num_gpu_batches"),
         cpu_cache_compute=(given["cpu_cache_compute"],) if "cpu_cache_compute" in given else (False, True),
         compress_weight=(llm.policy.compress_weight,),  # they change what the model says: never by themselves
         compress_cache=(llm.policy.compress_cache,),
         ring_16bit=llm.policy.ring_16bit,
-        most_rows=num_prompts,
+        most_rows=work.num_prompts,
     )
-    asked = llm.platform.budgets
-    budgets: dict[Tier, float | None] = {}
+    model = CostModel(_job(llm, work, hardware.device), hardware)
+    uses_disk = llm.platform.budgets.get("disk") is not None
+    found = find(model, _budgets(llm, hardware), choices, uses_disk).policy
+    if decode_rows is not None and decode_rows > found.block_rows:
+        raise UsageError(
+            f"--decode-batch-size {decode_rows} is larger than the block of {found.block_rows} rows that is planned;"
+            " lower it, or leave it out"
+        )
+    return replace(found, **{name: value for name, value in given.items() if name not in SEARCHED_FIELDS})
+
+
+def _budgets(llm: LLM, hardware: Hardware) -> Budgets:
+    """Bytes by tier that a plan may take: as asked for, else as the machine has them."""
+    found: dict[Tier, float | None] = {}
     for tier in TIERS:
-        budget = asked.get(tier) or hardware.memory.get(tier)
-        budgets[tier] = None if budget is None else USED_SHARE * budget
-    found = find(model, budgets, choices, uses_disk=asked.get("disk") is not None).policy
-    kept = {name: given[name] for name in ("overlap", "pin_weight", "decode_batch_size") if name in given}
-    return replace(found, **kept)
+        budget = llm.platform.budgets.get(tier) or hardware.memory.get(tier)
+        found[tier] = None if budget is None else USED_SHARE * budget
+    return found
 
 
 def _batch_sizes(num_prompts: int | None) -> list[int]:
@@ -58,19 +158,21 @@ def _batch_sizes(num_prompts: int | None) -> list[int]:
     return [*(size for size in BATCH_SIZES if size < num_prompts), num_prompts]
 
 
-def predicted(
-    llm: LLM, hardware: Hardware | None, prompt_len: int, gen_len: int, num_prompts: int | None
-) -> dict[str, Any] | None:
+def predicted(llm: LLM, hardware: Hardware | None, work: Workload) -> dict[str, Any] | None:
     """What the run is expected to take, as the report says it; None where there are no rates of its device."""
+    return _projected(llm, llm.policy, hardware, work)
+
+
+def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Workload) -> dict[str, Any] | None:
+    """The same with another policy."""
     if hardware is None or llm.device.type not in (hardware.device, "meta"):
         return None
-    policy = llm.policy
-    rows = policy.block_rows if num_prompts is None else max(1, num_prompts)
+    rows = policy.block_rows if work.num_prompts is None else max(1, work.num_prompts)
     blocks = [policy] * (rows // policy.block_rows)
     if rest := rows % policy.block_rows:
         blocks.append(_smaller(policy, rest))
     try:
-        model = _cost_model(llm, hardware, prompt_len, gen_len)
+        model = CostModel(_job(llm, work, hardware.device), hardware)
         known = {block: predict(model, block) for block in set(blocks)}
     except UsageError:
         return None
@@ -81,7 +183,7 @@ def predicted(
         "prefill_s": prefill_s,
         "decode_s": decode_s,
         "total_s": prefill_s + decode_s,
-        "throughput_tok_s": rows * gen_len / (prefill_s + decode_s),
+        "throughput_tok_s": rows * work.gen_len / (prefill_s + decode_s),
         **{f"{tier}_peak_bytes": max(part.peak_bytes(tier) for part in parts) for tier in TIERS},
     }
 
@@ -97,12 +199,11 @@ def _smaller(policy: Policy, rows: int) -> Policy:
     )
 
 
-def _cost_model(llm: LLM, hardware: Hardware, prompt_len: int, gen_len: int) -> CostModel:
-    rule = llm.rule(prompt_len, gen_len)
-    baseline = llm.platform.baseline or 0
-    dtype = "float16" if llm.device.type == "meta" and hardware.device == "cuda" else dtype_name(llm.dtype)
-    job = Job(
-        *(llm.config, prompt_len, gen_len, rule.heavy, rule.recent, dtype, hardware.device),
-        *(baseline, llm.platform.gpu_baseline),
+def _job(llm: LLM, work: Workload, device: str) -> Job:
+    """What is planned for, on a device: cuda or cpu."""
+    rule = llm.rule(work.prompt_len, work.gen_len)
+    dtype = "float16" if llm.device.type == "meta" and device == "cuda" else dtype_name(llm.dtype)
+    return Job(
+        *(llm.config, work.prompt_len, work.gen_len, rule.heavy, rule.recent, dtype, device),
+        *(llm.platform.baseline or 0, llm.platform.gpu_baseline),
     )
-    return CostModel(job, hardware)

@@ -24,8 +24,7 @@ def main(argv: list[str]) -> int:
     from flexgen_h2o.batch import BatchJob
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.metrics import MetricsFile
-    from flexgen_h2o.planning import predicted
-    from flexgen_h2o.profiling.quick import find_or_measure
+    from flexgen_h2o.planning import Workload, predicted
     from flexgen_h2o.records import machine_name, run_report, summary
     from flexgen_h2o.results import open_results
     from flexgen_h2o.resume import stored_policy
@@ -38,42 +37,50 @@ def main(argv: list[str]) -> int:
         open_results(options.output, options.may_resume, options.restart) as results,
         LLM(**{**options.llm, **stored_policy(results.stored, options.given_policy)}) as llm,
     ):
-        name = machine_name(llm.device.type)
-        hardware = find_or_measure(options.hardware, name, llm.device, llm.platform.offload_dir or Path())
-        _warn_of_idle_flags(options, llm)
+        rates = _rates(options, llm, may_measure=not options.searches)
         job = BatchJob(llm, params, _source(options, llm), results, options.checkpoint_s, metrics)
         sizes = job.measure()
-        if options.policy == "auto" and results.stored is None:
-            _choose_policy(options, llm, hardware, sizes)
+        if options.searches and results.stored is None:
+            _choose_policy(options, llm, rates, sizes)
+            rates = rates or _rates(options, llm)
             if _has_random_prompts(options, llm):  # they fill the block that was chosen
                 job.source = _source(options, llm)
                 sizes = job.measure()
-        if hardware is not None and hardware.name == name and hardware.compute_threads is not None:
-            _use_threads(llm, hardware.compute_threads)
+        _warn_of_idle_flags(options, llm)
+        if rates is not None and rates.name == machine_name(llm.device.type) and rates.compute_threads is not None:
+            _use_threads(llm, rates.compute_threads)
         if llm.device.type == "meta":
             llm.dry_run(params, sizes.prompt_len, sizes.num_prompts)
         else:
             job.run(sizes)
             _warn(job, llm)
-        report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts, hardware)
-        report["predicted"] = predicted(llm, hardware, sizes.prompt_len, params.max_new_tokens, sizes.num_prompts)
+        report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts, rates)
+        work = Workload(sizes.prompt_len, params.max_new_tokens, sizes.num_prompts)
+        report["predicted"] = predicted(llm, rates, work)
         if options.trace is not None and llm.runtime is not None:
             write_trace(Path(options.trace), llm.runtime.timeline.spans)
     print(json.dumps(report) if options.json else summary(report, sizes.prompt_len + params.max_new_tokens))
     return EXIT_FAILED if job.failed and options.strict else EXIT_OK
 
 
-def _choose_policy(options: Options, llm: "LLM", hardware: "Hardware | None", sizes: "InputSizes") -> None:
-    """Goes on with the policy that the search finds."""
-    from flexgen_h2o.planning import choose_policy
+def _rates(options: Options, llm: "LLM", may_measure: bool = False) -> "Hardware | None":
+    """What is known of the machine that is planned for, or found out if it may be measured."""
+    from flexgen_h2o.profiling.quick import find_or_measure, known_rates
+    from flexgen_h2o.records import machine_name
 
-    if hardware is None:
-        raise UsageError(
-            "--policy auto needs rates, and there are none of this machine; give --hardware, or sizes and --percent"
-        )
-    gen_len = int(options.params["max_new_tokens"])
+    name = machine_name(llm.device.type)
+    if not may_measure:
+        return known_rates(options.hardware, name)
+    return find_or_measure(options.hardware, name, llm.device, llm.platform.offload_dir or Path())
+
+
+def _choose_policy(options: Options, llm: "LLM", rates: "Hardware | None", sizes: "InputSizes") -> None:
+    """Goes on with the policy that is the best for the machine."""
+    from flexgen_h2o.planning import Workload, choose_policy
+
     num_prompts = None if _has_random_prompts(options, llm) else sizes.num_prompts
-    llm.policy = choose_policy(llm, hardware, sizes.prompt_len, gen_len, num_prompts, options.given_policy)
+    work = Workload(sizes.prompt_len, options.params["max_new_tokens"], num_prompts)
+    llm.policy = choose_policy(llm, work, options.given_policy, rates, lambda: _rates(options, llm, may_measure=True))
 
 
 def _use_threads(llm: "LLM", beside_streams: int) -> None:

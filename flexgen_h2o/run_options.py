@@ -42,22 +42,23 @@ FLAGS = {
         "--metrics": "FILE.prom for Prometheus metrics, replaced every few seconds",
         "--strict": "exit 1 if any prompt could not be served",
         "--json": "print the report as one JSON object, the last line",
-        "--hardware": "rates to compute limits from: auto (this machine's file; without one it is measured quickly,"
-        " once), a name or FILE",
+        "--hardware": "rates to plan with and to compute limits from: auto (this machine's file; without one it is"
+        " measured quickly, once, where rates are needed), a name or FILE",
         "--trace": "FILE for a trace of what every resource did when, for Perfetto or chrome://tracing",
         "--prompt-len": "longest prompt in tokens (default: the longest of the input)",
         "--gen-len": f"tokens to generate per prompt (default: {DEFAULT_GEN_LEN})",
     },
     "block": {
-        "--gpu-batch-size": "rows of a prefill sub-batch (default: 32)",
-        "--num-gpu-batches": "sub-batches of a block (default: 1)",
+        "--gpu-batch-size": "rows of a prefill sub-batch (default: as --policy says; with --percent 32)",
+        "--num-gpu-batches": "sub-batches of a block (default: as --policy says; with --percent 1)",
         "--decode-batch-size": "rows computed together in decode (default: the block)",
-        "--policy": "auto, for the block and the homes that the policy search finds for this machine or --hardware;"
-        " or FILE, as policy_search -o writes it",
+        "--policy": "auto, for the block and the homes that the policy search finds for this machine or --hardware,"
+        " which is the default without --percent; or FILE, as policy_search -o writes it. A dry run without --hardware"
+        " is of no machine, and has nothing to search with: there the default is one block of 32 rows on the gpu",
     },
     "homes (GB are 2**30 bytes)": {
         "--percent": "six numbers: per cent of weights on gpu and cpu, of cache likewise, of hidden states likewise;"
-        " the rest is on disk (default: 100 0 100 0 100 0)",
+        " the rest is on disk (default: as --policy says)",
         "--gpu-mem": "budget on the gpu; without a GPU it adds to --cpu-mem",
         "--cpu-mem": "budget in host memory (default: what is usable)",
         "--disk-mem": "budget on disk (default: what is free)",
@@ -88,7 +89,14 @@ FLAGS = {
         "--ignore-eos": "go on after the end-of-text token",
     },
 }
-POLICY_FLAGS = tuple("--" + field.name.replace("_", "-") for field in fields(Policy))
+
+
+def _flag(name: str) -> str:
+    """The flag of a field of Policy."""
+    return "--" + name.replace("_", "-")
+
+
+POLICY_FLAGS = tuple(_flag(field.name) for field in fields(Policy))
 GIVEN_OR_NOT: dict[str, Any] = {"action": "store_true"}
 TRUE_IF_BARE: dict[str, Any] = {"nargs": "?", "const": "true"}
 KINDS = {  # flags that do not take exactly one value
@@ -125,7 +133,7 @@ class Options:
     json: bool
     hardware: str
     trace: str | None
-    policy: str | None
+    searches: bool  # for the parts of the policy that are not given
     restart: bool
     checkpoint_s: float | None
     metrics: str | None
@@ -145,10 +153,14 @@ def read_flags(argv: list[str]) -> Options:
     flags = Flags(args)
     flags.problems += [f"{word} is not a flag of this command; see --help" for word in unknown]
     llm = _llm_arguments(args, flags)
+    searches = _searches(args, flags)
+    given_policy = {
+        field.name: llm[field.name] for field in fields(Policy) if field.name in llm and flags.given(_flag(field.name))
+    }
     if args.policy not in (None, "auto"):
         llm |= _policy_of_file(args.policy, flags)
-    elif args.policy == "auto" and args.percent is not None:
-        flags.problems.append("--policy auto and --percent both say where things live; leave one of them out")
+    elif searches:
+        llm = {**_begin_with(given_policy), **llm}
     params = _sampling_arguments(args, flags, llm["seed"])
     _check_files(args, flags)
     checkpoint_minutes = flags.real("--checkpoint-minutes")
@@ -163,15 +175,11 @@ def read_flags(argv: list[str]) -> Options:
         json=args.json,
         hardware=args.hardware or "auto",
         trace=args.trace,
-        policy=args.policy,
+        searches=searches,
         restart=args.restart,
         checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
         metrics=args.metrics,
-        given_policy={
-            field.name: llm[field.name]
-            for field in fields(Policy)
-            if field.name in llm and flags.given("--" + field.name.replace("_", "-"))
-        },
+        given_policy=given_policy,
         gpu_only=tuple(flag for flag in ("--pin-weight", "--cpu-cache-compute") if flags.given(flag)),
         has_fixed_sizes=llm["eviction"] != "full" and all(llm[name] is not None for name in sizes),
     )
@@ -190,6 +198,23 @@ def read_flags(argv: list[str]) -> Options:
     if flags.problems:
         raise UsageError(flags.problems)
     return options
+
+
+def _searches(args: argparse.Namespace, flags: Flags) -> bool:
+    """Whether the policy search chooses what is not given."""
+    if args.policy == "auto" and args.percent is not None:
+        flags.problems.append("--policy auto and --percent both say where things live; leave one of them out")
+    if args.policy is not None or args.percent is not None:
+        return bool(args.policy == "auto")
+    return args.device != "meta" or args.hardware is not None
+
+
+def _begin_with(given: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of a block that agree with those that are given, until a search has found better ones."""
+    rows, decode_rows = given.get("gpu_batch_size"), given.get("decode_batch_size")
+    if decode_rows is None:
+        return {}
+    return {"gpu_batch_size": decode_rows} if rows is None else {"num_gpu_batches": -(-decode_rows // rows)}
 
 
 def _llm_arguments(args: argparse.Namespace, flags: Flags) -> dict[str, Any]:

@@ -4,6 +4,7 @@ profile       rates of the GPU, its links, memory and disk (profile_hardware --q
 correctness   float16 on CUDA against float32 on the CPU, tiny models, every home; Triton's kernels against torch
 resident      opt-6.7b shape, all on the GPU: full cache and H2O 20 %
 offload       opt-30b shape, weights in host memory, 16 GB of GPU: full cache and H2O 20 %, 8 tokens
+peers         opt-2.7b shape, weights in host memory, beside Accelerate's cpu offload, 8 tokens; needs the extra `bench`
 """
 
 import argparse
@@ -29,6 +30,11 @@ RUNS = {
     "offload": "--model opt-30b --prompt-len 512 --gen-len 8 --gpu-batch-size 8 --num-gpu-batches 6 --gpu-mem 16"
     " --percent 0 100 0 100 0 100",
 }
+
+PEERS = (
+    "--device cuda --model opt-2.7b --engines accelerate@32,flexgen_h2o@128 --lengths 512+8 --budget 0.2 --trials 3"
+    " --percent 0 100 0 100 0 100 --unit 16"
+)
 
 
 def correctness() -> dict[str, Any]:
@@ -73,8 +79,22 @@ def measure(part: str, extra: list[str]) -> dict[str, Any]:
     return reports
 
 
+def peers(extra: list[str]) -> dict[str, Any]:
+    """A sweep with one engine more; its records, which are those of `bench sweep`."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "sweep.jsonl"
+        words = ["-m", "flexgen_h2o.bench", "sweep", *PEERS.split(), *extra]
+        done = subprocess.run(
+            [sys.executable, *words, "--output", str(output)], cwd=ROOT, capture_output=True, text=True
+        )
+        print(done.stderr[-2000:], flush=True)
+        records = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+    passed = done.returncode == 0 and {record["status"] for record in records} == {"ok"}
+    return {"command": " ".join(words), "passed": passed, "summary": done.stderr[-2000:], "records": records}
+
+
 TESTS: dict[str, Callable[[], dict[str, Any]]] = {"profile": profile, "correctness": correctness}
-PARTS = [*TESTS, *RUNS]
+PARTS = [*TESTS, *RUNS, "peers"]
 
 
 def main() -> int:
@@ -91,7 +111,8 @@ def main() -> int:
     failed = False
     for part in args.part or PARTS:
         started = time.perf_counter()
-        result = TESTS[part]() if part in TESTS else measure(part, args.extra.split())
+        extra = args.extra.split()
+        result = TESTS[part]() if part in TESTS else peers(extra) if part == "peers" else measure(part, extra)
         seconds = time.perf_counter() - started
         append_record(args.output, {"name": f"gpu check: {part}", "seconds": seconds, "result": result})
         reports = [report for report in result.values() if isinstance(report, dict)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests and measures what only a GPU decides; meant for four minutes on one large GPU. Appends to results/gpu/.
-#   bash scripts/gpu_check.sh [--part profile|correctness|resident|offload]
+#   bash scripts/gpu_check.sh [--part profile|correctness|resident|offload|peers]
 # PYTHON=/path/to/python uses an environment that is there; without it, scripts/setup.sh makes one.
 set -euo pipefail
 

@@ -28,7 +28,7 @@ PARSERS = {
     "flexgen_h2o.convert": convert.build_parser,
     "flexgen_h2o.policy_search": policy_search.build_parser,
 }
-COMMANDS = {"run", "run_options", "policy_search", "profile_hardware", "evaluate", "convert"}
+COMMANDS = {"run", "run_options", "policy_search", "profile_hardware", "evaluate", "convert", "bench/sweep_command"}
 
 
 def module_name(path: Path) -> str:
@@ -40,7 +40,7 @@ MODULES = {module_name(path): path for path in SOURCES}
 
 
 def is_command(path: Path) -> bool:
-    return path.stem == "__main__" or (path.parent == PACKAGE and path.stem in COMMANDS)
+    return path.stem == "__main__" or str(path.relative_to(PACKAGE).with_suffix("")) in COMMANDS
 
 
 def own_imports(node: ast.AST) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.bench.sweep_command import REPORT, SWEEP, add_report, add_sweep, report, sweep
 from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig, published
@@ -48,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     decode.add_argument("--batch", help="rows (default: 32)")
     decode.add_argument("--cache-len", help="tokens in the cache before the first step (default: 1024)")
     decode.add_argument("--steps", help="timed steps of each trial (default: 4)")
+    add_sweep(_add_plain_task(tasks, "sweep", "engines beside one another", SWEEP))
+    add_report(_add_plain_task(tasks, "report", "tables, plots and a page from records of sweeps", REPORT))
     for task, layers in ((sums, "4"), (decode, "all of them")):
         task.add_argument("--model", help="a published size (default: opt-1.3b)")
         task.add_argument("--layers", help=f"how many of its layers (default: {layers})")
@@ -56,11 +59,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_task(tasks: Any, name: str, title: str, description: str) -> argparse.ArgumentParser:
-    """A sub-command with the flags that all have."""
+def _add_plain_task(tasks: Any, name: str, title: str, description: str) -> argparse.ArgumentParser:
+    """A sub-command without flags yet."""
     task: argparse.ArgumentParser = tasks.add_parser(
         name, help=title, description=description, epilog=EPILOG, allow_abbrev=False
     )
+    return task
+
+
+def _add_task(tasks: Any, name: str, title: str, description: str) -> argparse.ArgumentParser:
+    """A sub-command with the flags of what measures parts of this engine."""
+    task = _add_plain_task(tasks, name, title, description)
     task.add_argument("--trials", help=f"of each number (default: {LEAST_TRIALS})")
     task.add_argument("--json", action="store_true", help="print one JSON object, the last line")
     task.add_argument("--record", metavar="FILE", help="append the result to this file, with versions and machine")
@@ -74,6 +83,8 @@ def main(argv: list[str]) -> int:
         "attention": attention,
         "column-sums": column_sums,
         "decode": decode,
+        "sweep": sweep,
+        "report": lambda args, argv: report(args),
     }
     return tasks[args.task](args, argv)
 

@@ -50,6 +50,7 @@ class PeerJob:
             cache counts, and the limited disk is that of offload_dir.
         timeout_s: seconds that loading, warm-up and all generations of this engine may take together.
         options: what this engine alone takes, such as {"hh_ratio": 0.1} for flexgen_h2o.
+        device: where compute happens: cpu or cuda.
     """
 
     engine: str
@@ -65,6 +66,7 @@ class PeerJob:
     disk_read_limit: str | None = None
     timeout_s: float = 600.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
     def description(self) -> dict[str, Any]:
         """What a row says about the job."""
@@ -82,24 +84,38 @@ def run_peer(job: PeerJob, command: Sequence[str] | None = None) -> dict[str, An
     return peer.row(job.repeats)
 
 
-def alternate(jobs: Sequence[PeerJob], rounds: int, before: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """Loads all engines, then lets each generate once a round, so that all see the same state of the machine.
+def alternate(
+    jobs: Sequence[PeerJob],
+    rounds: int,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[int, dict[str, Any] | None], None] = lambda index, event: None,
+    together: bool = True,
+) -> list[dict[str, Any]]:
+    """Lets each engine generate once a round, so that all see the same state of the machine.
 
-    An engine that stops is left out of later rounds. All are in memory at once. Returns a row for each job.
+    An engine that stops is left out of later rounds. Returns a row for each job.
 
     Args:
         before: called before every generation.
+        after: called after it, with the job's index and what the engine said of it and of itself; None if it stopped.
+        together: all engines are loaded once and stay in memory; else each is loaded anew for every generation.
     """
     with ExitStack() as stack:
         peers = [stack.enter_context(PeerProcess(job)) for job in jobs]
-        for peer in peers:
-            peer.start()
-        for _ in range(rounds):
+        if together:
             for peer in peers:
+                peer.start()
+        for _ in range(rounds):
+            for index, peer in enumerate(peers):
+                if not together and not peer.has_stopped:
+                    peer.start()
                 if peer.is_running:
                     time.sleep(PAUSE_S)
                     before()
-                    peer.generate()
+                    event = peer.generate()
+                    after(index, None if event is None else {**peer.facts, **event})
+                if not together:
+                    peer.close()
     return [peer.row(rounds) for peer in peers]
 
 
@@ -125,8 +141,19 @@ class PeerProcess:
     def is_running(self) -> bool:
         return self._process is not None
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the engine said of itself when it was ready."""
+        return next((dict(event) for event in reversed(self._events) if event["event"] == "ready"), {})
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it has ended by itself, or was ended for taking too long."""
+        return self._stopped is not None or any(event["event"] == "end" for event in self._events)
+
     def start(self) -> bool:
-        """Loads and warms up. Returns whether the engine is ready."""
+        """Loads and warms up. Returns whether the engine is ready. Once closed, it may be started again."""
+        self._left_s, self._lines = self.job.timeout_s, queue.Queue()
         environment = ENGINES[self.job.engine].environment if self.job.engine in ENGINES else None
         if environment is not None and not (ROOT / environment / "bin" / "python").exists():
             self._stopped = "absent", f"{environment} is not there: scripts/setup_peers.sh {self.job.engine} makes it"
@@ -145,7 +172,7 @@ class PeerProcess:
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 start_new_session=True,  # a group of its own, which can be ended as a whole
             )
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
         return self._next_event("loading") is not None
 
     def generate(self) -> dict[str, Any] | None:
@@ -174,11 +201,6 @@ class PeerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _read(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._lines.put(line)
-        self._lines.put(None)
 
     def _next_event(self, doing: str) -> dict[str, Any] | None:
         """What the process says next. None, with the reason kept, if that is its end, or it ends, or takes too long."""
@@ -225,6 +247,13 @@ class PeerProcess:
             self._folder = None
 
 
+def _read(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
+    """Hands over what a process says, line by line, and None at its end."""
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
 def driver_command(job: PeerJob) -> list[str]:
     """The command that serves this job. Raises UsageError for an engine that there is not."""
     if job.engine not in ENGINES:
@@ -238,6 +267,7 @@ def driver_command(job: PeerJob) -> list[str]:
         "--gen-len": job.gen_len,
         "--dtype": job.dtype,
         "--threads": job.threads,
+        "--device": job.device,
         "--options": json.dumps(dict(job.options)),
     }
     words = [str(word) for flag in flags.items() for word in flag]

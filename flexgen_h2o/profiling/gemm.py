@@ -1,44 +1,94 @@
 """Rate of the products with weights, by rows and precision."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle
 from math import prod
 
 import torch
+from torch import Tensor
 
-from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.platforms import dtype_name
+from flexgen_h2o.kernels.matrices import MatrixLayout, Storage, best_layout
+from flexgen_h2o.platforms import default_dtype, dtype_name
 from flexgen_h2o.profiling.timing import Stopwatch, fill
+from flexgen_h2o.search.limits import FOUR_BITS
 from flexgen_h2o.workspace import Workspace, padded
 
 # Below this share of float32's rate a 16-bit type is converted in software: computing in it is never of use.
 LEAST_NATIVE_SHARE = 0.75
+PANEL = 64  # outputs that every layout keeps apart from the next
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """Weights that products take in turn, as the engine keeps them.
+
+    Attributes:
+        shape: of each, [out, in], whole panels. nbytes: of all, at least.
+        dtype: in which is computed.
+        in_4_bits: they are kept in 4-bit groups.
+    """
+
+    shape: tuple[int, int]
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    in_4_bits: bool = False
+
+    @cached_property
+    def layout(self) -> MatrixLayout:
+        """The engine's, for this device and precision."""
+        return best_layout(self.device, self.dtype, [self.shape], self.in_4_bits)
+
+    @property
+    def storage(self) -> Storage:
+        """Of one weight."""
+        return self.layout.storage(self.shape, self.dtype)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What the layout works in."""
+        return self.layout.buffer_bytes([self.shape], self.dtype)
+
+    @property
+    def count(self) -> int:
+        """How many weights take at least `nbytes`."""
+        return -(-self.nbytes // self.storage.nbytes)
+
+    def panel(self) -> Tensor:
+        """A panel's outputs of random numbers in the layout, of which weights may consist."""
+        shape = (PANEL, self.shape[1])
+        storage = self.layout.storage(shape, self.dtype)
+        encoded = torch.empty(storage.shape, dtype=storage.dtype, device=self.device)
+        self.layout.encode(encoded, fill(torch.empty(shape, dtype=self.dtype, device=self.device)))
+        return encoded
+
+
+def weight_sets(
+    shape: tuple[int, int], nbytes: int, dtypes: Sequence[torch.dtype], device: torch.device
+) -> dict[str, WeightSet]:
+    """Weights of each precision by its name among rates, and weights in 4 bits."""
+    sets = {dtype_name(dtype): WeightSet(shape, nbytes, dtype, device) for dtype in dtypes}
+    return {**sets, FOUR_BITS: WeightSet(shape, nbytes, default_dtype(device), device, in_4_bits=True)}
 
 
 class Products:
-    """Products of one precision with weights that lie in memory one behind the other, taken in turn: the engine's.
+    """The engine's products with weights that lie in memory one behind the other, taken in turn.
 
     Args:
-        shape: of a weight, [out, in], whole panels. nbytes: of all weights, at least.
         most_rows: of a product.
         workspace: gives the memory.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        nbytes: int,
-        most_rows: int,
-        dtype: torch.dtype,
-        workspace: Workspace,
-        device: torch.device,
-    ):
-        layout = best_layout(device, dtype, [shape])
-        in_memory = layout.storage(shape, dtype).shape
-        buffer = workspace.take((layout.buffer_bytes([shape], dtype),), torch.uint8)
-        storages = [fill(workspace.take(in_memory, dtype)) for _ in range(weight_count(shape, nbytes, dtype))]
-        self._weights = cycle([layout.matrix(storage, shape, dtype, buffer) for storage in storages])
+    def __init__(self, weights: WeightSet, most_rows: int, workspace: Workspace):
+        shape, dtype, storage = weights.shape, weights.dtype, weights.storage
+        buffer = workspace.take((weights.buffer_bytes,), torch.uint8)
+        storages = [workspace.take(storage.shape, storage.dtype) for _ in range(weights.count)]
+        panel = weights.panel()
+        for memory in storages:
+            memory.unflatten(0, (-1, len(panel))).copy_(panel)
+        self._weights = cycle([weights.layout.matrix(memory, shape, dtype, buffer) for memory in storages])
         self._bias = fill(workspace.take(shape[:1], dtype))
         self._x = fill(workspace.take((most_rows, shape[1]), dtype))
         self._out = workspace.take((most_rows, shape[0]), dtype)
@@ -53,15 +103,15 @@ class Products:
         return 2 * rows * self._elements
 
 
-def weight_count(shape: tuple[int, int], nbytes: int, dtype: torch.dtype) -> int:
-    """How many weights of a shape take at least `nbytes`."""
-    return -(-nbytes // (prod(shape) * dtype.itemsize))
-
-
-def products_bytes(shape: tuple[int, int], nbytes: int, most_rows: int, dtype: torch.dtype) -> int:
+def products_bytes(weights: WeightSet, most_rows: int) -> int:
     """What Products takes of its workspace."""
-    weights = weight_count(shape, nbytes, dtype) * padded(prod(shape) * dtype.itemsize)
-    return weights + sum(padded(n * dtype.itemsize) for n in (shape[0], most_rows * shape[1], most_rows * shape[0]))
+    out, inputs = weights.shape
+    elements = (out, most_rows * inputs, most_rows * out)
+    return (
+        padded(weights.buffer_bytes)
+        + weights.count * padded(weights.storage.nbytes)
+        + sum(padded(count * weights.dtype.itemsize) for count in elements)
+    )
 
 
 @dataclass(frozen=True)
@@ -69,21 +119,17 @@ class Gemm:
     """The products' rates, as a subject."""
 
     rows: Sequence[int]
-    dtypes: Sequence[torch.dtype]
-    shape: tuple[int, int]
-    weight_bytes: int
+    weights: Mapping[str, WeightSet]
     workspace: Workspace
     stopwatch: Stopwatch
 
     def trial(self) -> Iterator[tuple[str, float]]:
-        """FLOP/s by precision and rows."""
-        for dtype in self.dtypes:
+        """FLOP/s by precision of the weights and rows."""
+        for kind, weights in self.weights.items():
             with self.workspace.frame():
-                products = Products(
-                    self.shape, self.weight_bytes, max(self.rows), dtype, self.workspace, self.stopwatch.device
-                )
+                products = Products(weights, max(self.rows), self.workspace)
                 for rows in self.rows:
-                    name = f"gemm/{dtype_name(dtype)}/{rows}"
+                    name = f"gemm/{kind}/{rows}"
                     yield name, self._rate(name, products, rows)
 
     def _rate(self, name: str, products: Products, rows: int) -> float:

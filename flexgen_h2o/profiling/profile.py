@@ -14,9 +14,10 @@ from flexgen_h2o.machine import usable_memory
 from flexgen_h2o.platforms import default_dtype
 from flexgen_h2o.profiling.attention import Attention, attention_bytes
 from flexgen_h2o.profiling.disk import Disk, TestFile, check_folder
-from flexgen_h2o.profiling.gemm import Gemm, native_dtypes, products_bytes
+from flexgen_h2o.profiling.gemm import Gemm, WeightSet, native_dtypes, products_bytes, weight_sets
 from flexgen_h2o.profiling.links import Links
 from flexgen_h2o.profiling.memory import Memory
+from flexgen_h2o.profiling.operations import Operations
 from flexgen_h2o.profiling.settings import Settings
 from flexgen_h2o.profiling.threads import ROWS, ThreadSplit, best_threads, candidates
 from flexgen_h2o.profiling.timing import Advance, Stopwatch, Subject, collect
@@ -73,13 +74,15 @@ def measure(
 
 def _compute(settings: Settings, device: torch.device, dtypes: list[torch.dtype], cores: int) -> list[Subject]:
     """What is measured on the compute device."""
-    storage = torch.empty(_compute_bytes(settings, dtypes), dtype=torch.uint8, device=device)
+    storage = torch.empty(_compute_bytes(settings, device, dtypes), dtype=torch.uint8, device=device)
     workspace, stopwatch = Workspace(storage), Stopwatch(device, settings.least_s)
-    gemm = Gemm(settings.rows, dtypes, settings.weight_shape, settings.weight_bytes, workspace, stopwatch)
+    gemm = Gemm(settings.rows, _weights(settings, device, dtypes), workspace, stopwatch)
     attention = Attention(settings.head_dims, dtypes, settings.slots, settings.kv_bytes, workspace, stopwatch)
     threads = tuple(sorted({1, cores})) if device.type == "cpu" else (1,)
     memory = Memory(settings.memory_bytes, threads, workspace, stopwatch)
-    subjects = [Subject("products", gemm.trial), Subject("attention", attention.trial), Subject("memory", memory.trial)]
+    operations = Operations(device, default_dtype(device), settings.steps)
+    subjects = [Subject("products", gemm.trial), Subject("attention", attention.trial)]
+    subjects += [Subject("memory", memory.trial), Subject("operations", operations.trial)]
     if device.type == "cuda":
         subjects.append(Subject("links", Links(settings.link_bytes, stopwatch).trial))
     return subjects
@@ -100,9 +103,7 @@ def _host(
         split = ThreadSplit(
             candidates(cores),
             settings.split_s,
-            default_dtype(HOST),
-            settings.weight_shape,
-            settings.weight_bytes,
+            _split_weights(settings),
             workspace,
             file,
         )
@@ -110,18 +111,26 @@ def _host(
     return subjects
 
 
-def _compute_bytes(settings: Settings, dtypes: list[torch.dtype]) -> int:
+def _weights(settings: Settings, device: torch.device, dtypes: list[torch.dtype]) -> dict[str, WeightSet]:
+    """What is multiplied with on the compute device."""
+    return weight_sets(settings.weight_shape, settings.weight_bytes, dtypes, device)
+
+
+def _split_weights(settings: Settings) -> WeightSet:
+    """What is multiplied with on the host beside a stream."""
+    return WeightSet(settings.weight_shape, settings.weight_bytes, default_dtype(HOST), HOST)
+
+
+def _compute_bytes(settings: Settings, device: torch.device, dtypes: list[torch.dtype]) -> int:
     """Bytes of the workspace on the compute device."""
-    products = [
-        products_bytes(settings.weight_shape, settings.weight_bytes, max(settings.rows), dtype) for dtype in dtypes
-    ]
+    sets = _weights(settings, device, dtypes).values()
+    products = [products_bytes(weights, max(settings.rows)) for weights in sets]
     return max(*products, settings.memory_bytes, _attention_bytes(settings, dtypes))
 
 
 def _host_bytes(settings: Settings, device: torch.device, dtypes: list[torch.dtype]) -> int:
     """Bytes of the workspace on the host, beside that of a compute device of CPU."""
-    products = products_bytes(settings.weight_shape, settings.weight_bytes, ROWS, default_dtype(HOST))
-    needed = [products if settings.split_s else 0]
+    needed = [products_bytes(_split_weights(settings), ROWS) if settings.split_s else 0]
     if device.type == "cuda":
         needed += [settings.memory_bytes, _attention_bytes(settings, dtypes)]
     return max(needed)
@@ -144,9 +153,9 @@ def _check_memory(
     needed = {"cpu": _host_bytes(settings, device, dtypes) + settings.passing_bytes + ROOM}
     if device.type == "cuda":
         needed["cpu"] += 2 * settings.link_bytes
-        needed["gpu"] = _compute_bytes(settings, dtypes) + settings.link_bytes + ROOM
+        needed["gpu"] = _compute_bytes(settings, device, dtypes) + settings.link_bytes + ROOM
     else:
-        needed["cpu"] += _compute_bytes(settings, dtypes)
+        needed["cpu"] += _compute_bytes(settings, device, dtypes)
     problems = [
         f"measuring needs {gb(nbytes)} of {tier} memory, of which {gb(usable[tier])} are usable;"
         " give --quick, which needs less, or free some"

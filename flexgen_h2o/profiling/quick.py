@@ -13,31 +13,39 @@ from flexgen_h2o.records import environment
 from flexgen_h2o.search.hardware import Hardware, find_hardware, read_hardware, write_hardware
 
 
-def find_or_measure(choice: str, name: str, device: torch.device, folder: Path) -> Hardware | None:
-    """The machine that a run is held against; what it says goes to standard error.
+def known_rates(choice: str, name: str) -> Hardware | None:
+    """The machine that a run is held against, as far as it has been measured; None where auto finds nothing.
 
     Args:
-        choice: "auto" for this machine, measured in about ten seconds if it has no file; or what find_hardware() takes.
+        choice: "auto" for this machine, or what else find_hardware() takes.
         name: of this machine.
-        device: where compute happens.
-        folder: on the disk that runs use; it need not exist.
-    Returns: None where auto finds nothing and there is no room to measure, or nothing computes (meta).
     Raises UsageError if what is asked for is not there.
     """
     found = find_hardware(choice, name)
-    if found is not None or choice != "auto" or device.type == "meta":
+    if found is not None or choice != "auto":
         return found
-    kept = quick_file(name)
-    if kept.exists():
-        return read_hardware(kept)
+    return read_hardware(quick_file(name)) if quick_file(name).exists() else None
+
+
+def find_or_measure(choice: str, name: str, device: torch.device, folder: Path) -> Hardware | None:
+    """known_rates(), or this machine's measured in about ten seconds; what it says goes to standard error.
+
+    Args:
+        device: where compute happens.
+        folder: on the disk that runs use; it need not exist.
+    Returns: None where auto finds nothing and there is no room to measure, or nothing computes (meta).
+    """
+    found = known_rates(choice, name)
+    if found is not None or device.type == "meta":
+        return found
     print(f"note: {name} has no hardware file; measuring it quickly, once", file=sys.stderr)
     try:
         measured = measure(QUICK, device, nearest_parent(folder), name, environment())
-        write_hardware(kept, measured)
+        write_hardware(quick_file(name), measured)
     except (UsageError, OSError) as error:
         print(f"note: limits will be missing: {error}", file=sys.stderr)
         return None
-    print(f"note: kept in {kept}; python -m flexgen_h2o.profile_hardware measures more", file=sys.stderr)
+    print(f"note: kept in {quick_file(name)}; python -m flexgen_h2o.profile_hardware measures more", file=sys.stderr)
     return measured
 
 

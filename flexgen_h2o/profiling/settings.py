@@ -15,6 +15,7 @@ class Settings:
         rows: of products.
         all_dtypes: products and attention in every precision that is not emulated; else in the device's default alone.
         weight_shape: of one weight, [out, in]. weight_bytes: of all of them in a precision: more than any cache holds.
+        steps: of decode, in one trial of the fixed time of operations.
         head_dims: of attention. kv_bytes: of its keys and values. slots: of its buffer.
         memory_bytes: read in one trial; half of them are copied to the other half.
         file_bytes: of the test file, all of which is read or written in one trial. passing_bytes: of the memory that
@@ -31,6 +32,7 @@ class Settings:
     all_dtypes: bool
     weight_shape: tuple[int, int]
     weight_bytes: int
+    steps: int
     head_dims: tuple[int, ...]
     kv_bytes: int
     slots: int
@@ -52,6 +54,7 @@ FULL = Settings(
     all_dtypes=True,
     weight_shape=(8192, 2048),
     weight_bytes=256 * MB,
+    steps=20,
     head_dims=(64, 128),
     kv_bytes=256 * MB,
     slots=512,
@@ -70,6 +73,7 @@ QUICK = Settings(
     all_dtypes=False,
     weight_shape=(8192, 2048),
     weight_bytes=256 * MB,
+    steps=8,
     head_dims=(64, 128),
     kv_bytes=128 * MB,
     slots=512,

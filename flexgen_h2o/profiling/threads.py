@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from flexgen_h2o.direct_io import REQUEST_BYTES
 from flexgen_h2o.extents import host_bytes
 from flexgen_h2o.profiling.disk import TestFile
-from flexgen_h2o.profiling.gemm import Products
+from flexgen_h2o.profiling.gemm import Products, WeightSet
 from flexgen_h2o.profiling.timing import compute_threads
 from flexgen_h2o.search.rates import Rate
 from flexgen_h2o.workspace import Workspace
@@ -100,9 +98,7 @@ class ThreadSplit:
 
     candidates: tuple[int, ...]
     seconds: float
-    dtype: torch.dtype
-    shape: tuple[int, int]
-    weight_bytes: int
+    weights: WeightSet
     workspace: Workspace
     file: TestFile
 
@@ -112,7 +108,7 @@ class ThreadSplit:
         if self.file.direct.is_direct:
             steps["disk"] = disk_step(self.file)
         with self.workspace.frame():
-            products = Products(self.shape, self.weight_bytes, ROWS, self.dtype, self.workspace, torch.device("cpu"))
+            products = Products(self.weights, ROWS, self.workspace)
             for threads in self.candidates:
                 for stream, step in steps.items():
                     with compute_threads(threads):

@@ -6,7 +6,7 @@ add, and so does the processor time that a disk costs.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -40,7 +40,9 @@ class PhaseWork:
 
     def to_json(self) -> dict[str, Any]:
         """As an object; rows become text there."""
-        return {**asdict(self), "gemm_flops": dict(self.gemm_flops), "gemm4_flops": dict(self.gemm4_flops)}
+        # asdict() would make counters of pairs out of these.
+        counters = {name: dict(getattr(self, name)) for name in ("gemm_flops", "gemm4_flops", "moved")}
+        return {"kv_bytes": self.kv_bytes, "kv4_bytes": self.kv4_bytes, "busy_s": dict(self.busy_s), **counters}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PhaseWork":

@@ -103,7 +103,11 @@ class Job:
 
     def decoding_bytes(self, policy: Policy) -> int:
         """The buffer in which 4-bit weights are brought to the compute precision."""
-        return DECODED_BYTES[self.device] if policy.compress_weight else 0
+        if not policy.compress_weight:
+            return 0
+        if self.device == "cuda":
+            return DECODED_BYTES[self.device]
+        return footprint.restored_bytes(self.config.matrix_shapes(), self.itemsize)
 
     def host_bytes(self, policy: Policy) -> float:
         """What host memory holds beside tensors that have their home there."""

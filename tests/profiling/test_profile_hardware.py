@@ -26,6 +26,7 @@ TINY = replace(
     rows=(1, 8),
     weight_shape=(64, 32),
     weight_bytes=2**14,
+    steps=2,
     kv_bytes=2**21,
     slots=16,
     memory_bytes=2**18,
@@ -67,8 +68,9 @@ def test_a_file_comes_out_and_nothing_else_stays(scene: Path) -> None:
     assert "--quick" in hardware.environment["command"]
     assert hardware.environment["settings"]["slots"] == TINY.slots
     assert {"date", "machine", "versions", "git_commit", "spread"} <= set(hardware.environment)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "int4"):
         assert hardware.gemm_flops(dtype, 4) > 0 and hardware.attention_bytes_s(dtype, 64) > 0
+    assert hardware.rate("operation/cpu").value == hardware.operation_s() > 0
     assert all(rate.trials == 5 and rate.source == "measured" for rate in hardware.rates.values())
     assert min(hardware.read_bytes_s(), hardware.copy_bytes_s(), hardware.disk_read_bytes_s()) > 0
     assert min(hardware.disk_write_bytes_s(), hardware.disk_read_cpu_s_per_byte()) > 0

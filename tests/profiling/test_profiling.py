@@ -6,21 +6,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from flexgen_h2o.engine import BlockTimes, Engine
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.matrices import Matrix, PanelMatrix, PlainMatrix, best_layout
+from flexgen_h2o.kernels.matrices import (
+    Matrix,
+    PanelMatrix,
+    PlainMatrix,
+    QuantisedPanelMatrix,
+    QuantisedRowMatrix,
+    best_layout,
+)
 from flexgen_h2o.kvcache.attention import decode_attention
-from flexgen_h2o.profiling import disk, profile
+from flexgen_h2o.platforms import default_dtype
+from flexgen_h2o.profiling import disk, operations, profile
 from flexgen_h2o.profiling.attention import attention_bytes, full_buffer, unit_shape
 from flexgen_h2o.profiling.disk import Disk, TestFile, check_folder
-from flexgen_h2o.profiling.gemm import Products, native_dtypes, products_bytes
+from flexgen_h2o.profiling.gemm import Gemm, Products, WeightSet, native_dtypes, products_bytes, weight_sets
 from flexgen_h2o.profiling.memory import Memory
 from flexgen_h2o.profiling.settings import FULL, QUICK
 from flexgen_h2o.profiling.threads import Stream, best_threads, candidates, copy_step, disk_step
 from flexgen_h2o.profiling.timing import Stopwatch, Subject, collect, compute_threads, fill, summarise
+from flexgen_h2o.quant_format import entry_bytes
 from flexgen_h2o.search.rates import Rate
 from flexgen_h2o.units import GB
 from flexgen_h2o.workspace import Workspace
@@ -98,10 +109,15 @@ def test_memory_is_filled_with_numbers_of_any_type() -> None:
 # --- products and attention ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_take_all_weights_in_turn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+PRECISIONS = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(("dtype", "in_4_bits"), PRECISIONS)
+def test_products_take_all_weights_in_turn(
+    dtype: torch.dtype, in_4_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[int] = []
-    for kind in (PlainMatrix, PanelMatrix):
+    for kind in (PlainMatrix, PanelMatrix, QuantisedRowMatrix, QuantisedPanelMatrix):
         product = kind.product
 
         def noted(self: Matrix, *rest: torch.Tensor, product: Callable[..., torch.Tensor] = product) -> torch.Tensor:
@@ -109,22 +125,49 @@ def test_products_take_all_weights_in_turn(dtype: torch.dtype, monkeypatch: pyte
             return product(self, *rest)
 
         monkeypatch.setattr(kind, "product", noted)
-    nbytes = 4 * 64 * 32 * dtype.itemsize - 1
-    space = workspace(products_bytes((64, 32), nbytes, 8, dtype))  # just enough
-    products = Products((64, 32), nbytes, 8, dtype, space, CPU)
+    own_bytes = 64 * entry_bytes(32) if in_4_bits else 64 * 32 * dtype.itemsize
+    weights = WeightSet((64, 32), 4 * own_bytes - 1, dtype, CPU, in_4_bits)
+    products = Products(weights, 8, workspace(products_bytes(weights, 8)))  # just enough
     for _ in range(8):
         products.multiply(5)
     assert len(set(taken)) == 4 and taken[:4] == taken[4:]
     assert products.flops(5) == 2 * 5 * 64 * 32
 
 
-def test_the_product_is_that_of_the_layers() -> None:
-    products = Products((64, 32), 1, 3, torch.float32, workspace(2**16), CPU)
+@pytest.mark.parametrize("in_4_bits", [False, True])
+def test_the_product_is_that_of_the_layers(in_4_bits: bool) -> None:
+    weights = WeightSet((128, 32), 1, torch.float32, CPU, in_4_bits)
+    products = Products(weights, 3, workspace(2**17))
     products.multiply(3)
     weight, bias, x = next(products._weights), products._bias, products._x
-    engines = PanelMatrix if best_layout(CPU, torch.float32, [(64, 32)]).name == "panels" else PlainMatrix
-    assert isinstance(weight, engines)
-    assert torch.allclose(products._out, torch.nn.functional.linear(x, weight.dense(), bias), atol=1e-5)
+    engines = best_layout(CPU, torch.float32, [(128, 32)], in_4_bits).name
+    assert weights.layout.name == engines and ("4-bit" in engines) == in_4_bits
+    dense = weight.dense()
+    assert 0.9 < dense.std() < 1.1 and torch.equal(dense[:64], dense[64:])
+    assert torch.allclose(products._out, torch.nn.functional.linear(x, dense, bias), atol=1e-4)
+
+
+def test_weights_in_4_bits_are_measured_in_the_precision_of_a_run() -> None:
+    sets = weight_sets((64, 32), 2**12, [torch.float32, torch.bfloat16], CPU)
+    assert list(sets) == ["float32", "bfloat16", "int4"] and sets["int4"].dtype == default_dtype(CPU)
+    needed = max(products_bytes(weights, 4) for weights in sets.values())
+    names = [name for name, value in Gemm((1, 4), sets, workspace(needed), Stopwatch(CPU, 0.0)).trial() if value > 0]
+    assert names == [f"gemm/{kind}/{rows}" for kind in sets for rows in (1, 4)]
+
+
+def test_an_operation_is_half_a_layer_of_a_step_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[float] = []
+    run = Engine.run
+
+    def noted(self: Engine, *arguments: Any) -> BlockTimes:
+        times = run(self, *arguments)
+        steps.extend(times.step_s)
+        return times
+
+    monkeypatch.setattr(Engine, "run", noted)
+    ((name, seconds),) = operations.Operations(CPU, torch.float32, 3).trial()
+    assert name == "operation/cpu" and len(steps) == 4
+    assert seconds == pytest.approx(sum(steps[1:]) / 3 / operations.LAYERS / 2)
 
 
 def test_float16_is_left_out_or_not() -> None:

@@ -65,9 +65,10 @@ def test_a_cache_in_4_bits(ring_16bit: bool) -> None:
     assert_agrees(job("opt-2.7b", 100, 28), policy)  # heads of 80
 
 
+@pytest.mark.parametrize("model", ["opt-125m", "opt-1.3b", "opt-30b"])
 @pytest.mark.parametrize("percent", PERCENTS[:4], ids=str)
-def test_weights_in_4_bits_in_the_layout_that_a_cpu_takes(percent: Percent) -> None:
-    one = job("opt-1.3b", 100, 28, device="cpu")
+def test_weights_in_4_bits_in_the_layout_that_a_cpu_takes(model: str, percent: Percent) -> None:
+    one = job(model, 100, 28, device="cpu")
     policy = Policy(4, 3, percent=percent, compress_weight=True, compress_cache=True)
     layout = best_layout(torch.device("cpu"), torch.bfloat16, one.config.matrix_shapes(), True)
     platform = Platform(torch.device("cpu"), {}, baseline=DEFAULT_BASELINE, matrix_layout=layout)
@@ -76,6 +77,11 @@ def test_weights_in_4_bits_in_the_layout_that_a_cpu_takes(percent: Percent) -> N
     planned = MemoryPlan(one, policy).peaks()
     for tier in TIERS:
         assert planned[tier] == pytest.approx(counted.peak(tier), rel=0.02, abs=2**20), tier
+    if layout.name == "4-bit strips":  # where panels are restored
+        line = "weights being decoded"
+        assert MemoryPlan(one, policy).lines["cpu"][line] == pytest.approx(
+            counted.account("cpu").largest[line], rel=0.01
+        )
 
 
 @pytest.mark.parametrize("eviction", ["h2o", "full", "local"])

@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gen-len", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16", help="float32, bfloat16, float16 or int8")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where compute happens")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--offload-dir", type=Path, help="empty folder for files of the run")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of what this engine alone takes")
@@ -70,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _settings(args: argparse.Namespace, offload_dir: Path) -> Settings:
-    names = ("engine", "batch", "prompt_len", "gen_len", "dtype", "threads", "options")
+    names = ("engine", "batch", "prompt_len", "gen_len", "dtype", "threads", "options", "device")
     values = {name: getattr(args, name) for name in names}
     return Settings(checkpoint=args.checkpoint.resolve(), offload_dir=offload_dir, **values)
 

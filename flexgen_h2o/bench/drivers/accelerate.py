@@ -18,7 +18,7 @@ def load(settings: Settings) -> Loaded:
         raise absent("accelerate") from None
     settings.chosen()
     torch.set_num_threads(settings.threads)
-    device = torch.device("cpu")
+    device = torch.device(settings.device)
     if settings.engine == "accelerate_cpu":
         from transformers import AutoModelForCausalLM
 
@@ -28,7 +28,7 @@ def load(settings: Settings) -> Loaded:
         _write_offload_folder(settings)
         model = _empty_model(settings)
         accelerate.disk_offload(model, settings.offload_dir, execution_device=device)
-    return Loaded(partial(generate, model), {"attention": model.config._attn_implementation})
+    return Loaded(partial(generate, model, device=settings.device), {"attention": model.config._attn_implementation})
 
 
 def _empty_model(settings: Settings) -> Any:

@@ -52,6 +52,7 @@ class Settings:
         threads: of compute.
         offload_dir: an empty folder for files of this run.
         options: what this engine alone understands.
+        device: where compute happens: cpu or cuda.
     """
 
     engine: str
@@ -63,6 +64,7 @@ class Settings:
     threads: int
     offload_dir: Path
     options: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
     def chosen(self, **defaults: Any) -> dict[str, Any]:
         """The options, with defaults for those left out. Raises EngineRefused for one that is none of these."""
@@ -86,7 +88,8 @@ class Generation:
         token_ids: [batch][gen_len], the new tokens.
         prefill_s: from the call to the first new token of every row.
         decode_s: the rest.
-        counted: what else the engine knows of this generation; goes into its line.
+        counted: what else the engine knows of this generation, such as `step_s`, seconds of each decode step; goes
+            into its line.
     """
 
     token_ids: list[list[int]]
@@ -129,6 +132,12 @@ class StartAgain(Exception):
 def absent(package: str) -> EngineAbsent:
     """The error for an optional package that cannot be imported."""
     return EngineAbsent(f"{package} is not installed: pip install flexgen_h2o[bench]")
+
+
+def refuse_gpu(settings: Settings, reason: str) -> None:
+    """Raises EngineRefused for a job on a GPU."""
+    if settings.device != "cpu":
+        raise EngineRefused(f"{settings.engine} is measured on a CPU alone: {reason}")
 
 
 def random_prompts(seed: int, batch: int, prompt_len: int, vocab_size: int) -> NDArray[np.int64]:

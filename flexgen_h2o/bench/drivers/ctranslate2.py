@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_h2o.bench.drivers.common import EngineRefused, Generation, Loaded, Settings, absent
+from flexgen_h2o.bench.drivers.common import EngineRefused, Generation, Loaded, Settings, absent, refuse_gpu
 
 COMPUTE_TYPES = ("int8", "float32")
 
@@ -25,6 +25,7 @@ def load(settings: Settings) -> Loaded:
     except ImportError:
         raise absent("ctranslate2") from None
     settings.chosen()
+    refuse_gpu(settings, "its package is not made for them everywhere")
     if settings.dtype not in COMPUTE_TYPES:
         raise EngineRefused(f"ctranslate2 computes OPT in int8 or float32 on a CPU, not in {settings.dtype}")
     folder = settings.checkpoint.with_name(f"{settings.checkpoint.name}-ctranslate2-{settings.dtype}")

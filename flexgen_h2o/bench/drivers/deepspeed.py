@@ -18,6 +18,7 @@ from flexgen_h2o.bench.drivers.common import (
     Settings,
     StartAgain,
     absent,
+    refuse_gpu,
     torch_dtype,
 )
 from flexgen_h2o.bench.drivers.generate import generate
@@ -44,7 +45,9 @@ def load(settings: Settings) -> Loaded:
         raise EngineRefused(
             f"{settings.engine} quantises weights of float16 alone, and the precision is {settings.dtype}"
         )
-    _prepare(nvme)
+    if nvme:
+        refuse_gpu(settings, "what it reads files with is built here for CPUs")
+    _prepare(nvme, settings.device)
     if not nvme:
         return Loaded(_Model(settings, _config(settings), bits).generate, {"num_bits": bits})
     given = options["buffer_count"] is not None
@@ -69,7 +72,8 @@ class _Model:
         from transformers.integrations import HfDeepSpeedConfig
 
         torch.set_num_threads(settings.threads)
-        deepspeed.init_distributed("gloo")
+        deepspeed.init_distributed("gloo" if settings.device == "cpu" else "nccl")
+        self._device = settings.device
         # While this object lives, from_pretrained makes parameters where the configuration wants them.
         self._switch = HfDeepSpeedConfig(config)
         model = AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch_dtype(settings.dtype))
@@ -80,7 +84,7 @@ class _Model:
         self._model = model if num_bits is None else _quantised(model, config, num_bits)
 
     def generate(self, prompts: NDArray[np.int64], gen_len: int) -> Generation:
-        return generate(self._model, prompts, gen_len)
+        return generate(self._model, prompts, gen_len, self._device)
 
 
 def _quantised(model: Any, config: dict[str, Any], num_bits: int) -> Any:
@@ -93,13 +97,13 @@ def _quantised(model: Any, config: dict[str, Any], num_bits: int) -> Any:
     return _init_group_wise_weight_quantization(model, config)
 
 
-def _prepare(nvme: bool) -> None:
+def _prepare(nvme: bool, device: str) -> None:
     """Environment of a run of one process, and compiled ops. Raises EngineAbsent for what is not there."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(_free_port())
-    needed = (deepspeed_ops.COMMUNICATION, *(deepspeed_ops.FILES if nvme else ()))
+    needed = (deepspeed_ops.COMMUNICATION, *(deepspeed_ops.FILES if nvme else ())) if device == "cpu" else ()
     try:
-        deepspeed_ops.prepare(needed)
+        deepspeed_ops.prepare(needed, device)
         import deepspeed  # noqa: F401
     except ImportError:
         raise absent("deepspeed") from None

@@ -25,9 +25,9 @@ def is_built(names: Iterable[str]) -> bool:
     return all((build_folder() / name / f"{name}.so").is_file() for name in names)
 
 
-def prepare(names: Iterable[str]) -> None:
-    """Has this process find what is built, compile on the CPU alone with one job, and not wait for builds that died."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+def prepare(names: Iterable[str], device: str = "cpu") -> None:
+    """Has this process find what is built, compile for the device with one job, and not wait for builds that died."""
+    os.environ["DS_ACCELERATOR"] = device
     os.environ["MAX_JOBS"] = "1"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder())
     build_folder().mkdir(parents=True, exist_ok=True)

@@ -26,11 +26,15 @@ class TokenTimes:
         return self.stamps[1]  # the prompt comes before
 
 
-def generate(model: Any, prompts: NDArray[np.int64], gen_len: int) -> Generation:
-    """Greedy generation of exactly `gen_len` tokens: without end tokens nothing ends a row, and nothing is masked."""
+def generate(model: Any, prompts: NDArray[np.int64], gen_len: int, device: str = "cpu") -> Generation:
+    """Greedy generation of exactly `gen_len` tokens: without end tokens nothing ends a row, and nothing is masked.
+
+    Args:
+        device: where the model computes. Tokens reach the streamer in host memory, so that a GPU's times are whole.
+    """
     import torch
 
-    ids = torch.from_numpy(prompts)
+    ids = torch.from_numpy(prompts).to(device)
     model.generation_config.eos_token_id = None
     times = TokenTimes()
     # No inference_mode around it, as in the documentation: generate() sets no_grad itself, and parameters that hooks
@@ -44,4 +48,5 @@ def generate(model: Any, prompts: NDArray[np.int64], gen_len: int) -> Generation
         streamer=times,
     )
     ended = time.perf_counter()
-    return Generation(output[:, ids.shape[1] :].tolist(), times.first_token - started, ended - times.first_token)
+    tokens, step_s = output[:, ids.shape[1] :].tolist(), np.diff(times.stamps[1:]).tolist()
+    return Generation(tokens, times.first_token - started, ended - times.first_token, {"step_s": step_s})

@@ -14,4 +14,5 @@ def load(settings: Settings) -> Loaded:
     settings.chosen()
     torch.set_num_threads(settings.threads)
     model = AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch_dtype(settings.dtype)).eval()
-    return Loaded(partial(generate, model), {"attention": model.config._attn_implementation})
+    model.to(settings.device)
+    return Loaded(partial(generate, model, device=settings.device), {"attention": model.config._attn_implementation})

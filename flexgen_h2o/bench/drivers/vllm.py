@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_h2o.bench.drivers.common import EngineAbsent, EngineRefused, Generation, Loaded, Settings
+from flexgen_h2o.bench.drivers.common import EngineAbsent, EngineRefused, Generation, Loaded, Settings, refuse_gpu
 
 BLOCK_TOKENS = 128  # of a KV block on a CPU
 
@@ -19,6 +19,7 @@ def load(settings: Settings) -> Loaded:
     Options: `enforce_eager` (no compilation of the model: loads sooner, runs slower), `kv_cache_bytes`.
     """
     options = settings.chosen(enforce_eager=False, kv_cache_bytes=_kv_cache_bytes(settings))
+    refuse_gpu(settings, "its environment is made for CPUs")
     if settings.dtype not in ("float32", "bfloat16", "float16"):
         raise EngineRefused(f"vllm computes an unquantized OPT in float32, bfloat16 or float16, not {settings.dtype}")
     # One process, so that memory and processor time are all its own and no message passing is timed.
