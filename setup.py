@@ -6,7 +6,11 @@ from setuptools import Extension, find_packages, setup
 # is no compiler, the same runs on torch's operations.
 NATIVE = Extension(
     "flexgen_h2o.kernels._native",
-    sources=["flexgen_h2o/kernels/native/attention.cpp", "flexgen_h2o/kernels/native/quantised.cpp"],
+    sources=[
+        "flexgen_h2o/kernels/native/attention.cpp",
+        "flexgen_h2o/kernels/native/panels.cpp",
+        "flexgen_h2o/kernels/native/quantised.cpp",
+    ],
     depends=[
         "flexgen_h2o/kernels/native/attention.h",
         "flexgen_h2o/kernels/native/attention.inc",
@@ -52,7 +56,16 @@ setup(
     ],
     extras_require={
         # torch for CUDA brings Triton along; here it interprets and compiles the kernels for tests without a GPU.
-        "test": ["pytest", "hypothesis", "ruff", "mypy", "prometheus-client", "triton; platform_system == 'Linux'"],
+        "test": [
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "matplotlib",
+            "prometheus-client",
+            "sacrebleu",
+            "triton; platform_system == 'Linux'",
+        ],
         "plots": ["matplotlib"],
         "metrics": ["prometheus-client"],
         "bench": ["accelerate", "deepspeed", "ctranslate2"],

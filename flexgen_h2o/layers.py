@@ -122,7 +122,7 @@ def _linear(x: Tensor, weights: Parameters, name: str, workspace: Workspace) -> 
 
 def _project(x: Tensor, weight: Matrix) -> Tensor:
     """[..., in] -> [..., out], between the width of the embeddings and that of the hidden states."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1]).contiguous()  # rows of a padded table are not
     return weight.product(flat, None, flat.new_empty(flat.shape[0], weight.shape[0])).view(*x.shape[:-1], -1)
 
 

@@ -117,7 +117,13 @@ def _throughput(axes: Any, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         rate, (least, most) = row.rate or 0.0, row.range("throughput_tok_s") or (0.0, 0.0)
         axes.barh(place, rate, color=palette[row.label], xerr=[[rate - least], [most - rate]], ecolor="#333333")
-        axes.annotate(f"{rate:.3g}", (most, place), xytext=(3, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            (most, place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+        )
     axes.set_yticks(range(len(rows)), [f"{row.label}\n{row.batch} rows" for row in rows], fontsize=8)
     axes.set(xlabel="tok/s")
     axes.margins(x=0.18)
@@ -130,7 +136,8 @@ def _frontier(axes: Any, group: Group) -> None:
         axes.plot(seconds, rates, marker="o", markersize=4, color=palette[label], label=label)
         for row, x, y in zip(rows, seconds, rates, strict=True):
             axes.annotate(str(row.batch), (x, y), xytext=(2, 3), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="seconds of a batch", ylabel="tok/s", xscale="log", yscale="log")
+    axes.set(xlabel="seconds of a batch", ylabel="tok/s")
+    _logarithmic(axes, "x", "y")
     _legend(axes)
 
 
@@ -161,7 +168,9 @@ def _steps(axes: Any, rows: Sequence[Row]) -> None:
             tokens = range(2, len(row.step_s) + 2)
             times = [1e3 * seconds for seconds in row.step_s]
             axes.plot(tokens, times, color=palette[row.label], label=f"{row.label}, {row.batch} rows")
-    axes.set(xlabel="generated tokens", ylabel="ms per step", yscale="log")
+    axes.set(xlabel="generated tokens", ylabel="ms per step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _logarithmic(axes, "y")
     _legend(axes)
 
 
@@ -185,8 +194,21 @@ def _predicted(axes: Any, rows: Sequence[Row]) -> None:
     for label in dict.fromkeys(row.label for row in rows):
         own = [(x, y) for x, y, row in points if row.label == label]
         axes.scatter(*zip(*own, strict=True), s=18, color=palette[label], label=label, zorder=3)
-    axes.set(xlabel="projected s", ylabel="measured s", xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="projected s", ylabel="measured s", xlim=ends, ylim=ends)
+    _logarithmic(axes, "x", "y")
     _legend(axes)
+
+
+def _logarithmic(axes: Any, *names: str) -> None:
+    """Axes of logarithms, with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for name in names:
+        getattr(axes, f"set_{name}scale")("log")
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _legend(axes: Any) -> None:

@@ -34,7 +34,8 @@ body { margin: 0 auto; padding: 1rem; max-width: 70rem; font: 16px/1.45 system-u
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; overflow-wrap: anywhere; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
 th, td { padding: .25rem .5rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #999; vertical-align: bottom; }
+th { border-bottom: 2px solid #999; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; white-space: normal; position: sticky; left: 0; background: #fff; }
 .plots { display: flex; flex-wrap: wrap; gap: 1.5rem; } figure { margin: 0; flex: 1 1 20rem; max-width: 34rem; }
 img { width: 100%; height: auto; } figcaption { font-size: .85rem; color: #444; } code { overflow-wrap: anywhere; }
 .facts { font-size: .85rem; color: #444; overflow-wrap: anywhere; }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -266,6 +268,25 @@ def test_the_page_needs_nothing_else_and_says_units_command_and_date(records: li
     for caption in seen.captions:
         assert re.search("per second|milliseconds|seconds|share", caption)
         assert FACTS["command"] in caption and "2026-01-02" in caption
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no browser: apt-get install chromium")
+def test_a_phone_shows_the_page_without_scrolling_sideways(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from flexgen_h2o.bench.plots import plots
+
+    found = groups(records)
+    (tmp_path / "index.html").write_text(page(found, plots(found)))
+    tell = "f.onload=()=>{document.title='w'+f.contentDocument.documentElement.scrollWidth}"
+    frame = '<iframe id=f src="index.html" width=390 height=800 style="border:0"></iframe>'
+    (tmp_path / "frame.html").write_text(f"{frame}<script>{tell}</script>")
+    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+    words = ["--headless", "--no-sandbox", *quiet, "--disable-component-update", "--allow-file-access-from-files"]
+    words += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=3000", "--dump-dom"]
+    command = ["chromium", *words, (tmp_path / "frame.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    width = re.search(r"<title>w(\d+)</title>", shown)
+    assert width is not None and int(width[1]) <= 390
 
 
 def test_pictures_show_all_that_rows_have_something_for(

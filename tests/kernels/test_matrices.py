@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexgen_h2o.kernels import onednn
+from flexgen_h2o.kernels import panels as native_panels
 from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout, PanelLayout, PlainLayout, best_layout, panels
 from flexgen_h2o.kernels.matrices.panels import LEAST_ROWS, rows_at_once
+from flexgen_h2o.profiling.timing import compute_threads
 
 CPU = torch.device("cpu")
 NO_BUFFER = torch.empty(0, dtype=torch.uint8)
@@ -72,6 +74,36 @@ def test_products_in_panels_are_those_of_float64(
     bound = torch.finfo(dtype).eps * exact.abs() + inputs * torch.finfo(torch.float32).eps * scale
     assert ((got.double() - exact).abs() <= bound).all()
     assert torch.equal(matrix.dense(), weight)
+
+
+@needs_panels
+@pytest.mark.skipif(not native_panels.most_rows(torch.bfloat16), reason="no native product on this processor")
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 12, 13, panels.FEW_ROWS, panels.FEW_ROWS + 1])
+@pytest.mark.parametrize("inputs", [2, 1022, 1024, 1026, 2500])  # a part of a panel is 1024 of them
+def test_products_of_few_rows_are_those_of_many(inputs: int, rows: int) -> None:
+    weight, x, bias = random((130, inputs), torch.bfloat16), random((rows, inputs), torch.bfloat16, 1), None
+    matrix = stored(PanelLayout(), weight, torch.bfloat16)
+    got = matrix.product(x, bias, torch.full((rows, 130), torch.nan, dtype=torch.bfloat16))
+    exact = x.double() @ weight.double().T
+    scale = x.double().abs() @ weight.double().abs().T + 1
+    bound = 2.0**-8 * exact.abs() + inputs * torch.finfo(torch.float32).eps * scale
+    assert ((got.double() - exact).abs() <= bound).all()
+    many = stored(PanelLayout(), weight, torch.bfloat16).product(
+        x.repeat(panels.FEW_ROWS + 1, 1), bias, got.new_empty(rows * (panels.FEW_ROWS + 1), 130)
+    )
+    assert torch.allclose(got.float(), many[:rows].float(), rtol=2.0**-7, atol=1e-2)
+
+
+@needs_panels
+@pytest.mark.skipif(not native_panels.most_rows(torch.bfloat16), reason="no native product on this processor")
+def test_the_number_of_threads_changes_nothing() -> None:
+    matrix = stored(PanelLayout(), random((1000, 600), torch.bfloat16), torch.bfloat16)
+    x = random((33, 600), torch.bfloat16, 1)
+    results = []
+    for threads in (1, 2):
+        with compute_threads(threads):
+            results.append(matrix.product(x, None, torch.empty(33, 1000, dtype=torch.bfloat16)))
+    assert torch.equal(*results)
 
 
 @needs_panels

@@ -1,4 +1,4 @@
-"""Panels of 64 outputs, multiplied by oneDNN."""
+"""Panels of 64 outputs, multiplied by oneDNN, or with few rows by a kernel of ours."""
 
 from collections.abc import Iterable
 
@@ -7,16 +7,19 @@ from torch import Tensor
 
 from flexgen_h2o.footprint import RESULT_BYTES
 from flexgen_h2o.kernels import onednn
+from flexgen_h2o.kernels import panels as native_panels
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainLayout, PlainMatrix
 
 PANEL = 64  # outputs side by side
 DEPTH = 16  # steps along the inputs to which a panel is padded
 LEAST_ROWS = 128  # with fewer rows at once, weights are read more often than they need be
+# Up to so many, the kernel of ours is the faster (results/gemm_layouts.jsonl).
+FEW_ROWS = 96
 
 
 class PanelMatrix:
-    """Panels of 64 outputs, multiplied by oneDNN.
+    """Panels of 64 outputs.
 
     Args:
         storage: [panels, in / v, 64, v]; v inputs, 4 bytes in all, are side by side. Padded with zeros.
@@ -27,8 +30,14 @@ class PanelMatrix:
         self.shape = shape
         self._storage = storage
         self._packed = packed
+        # Pairs of inputs are read from x as they lie there.
+        self._few_rows = 0 if shape[1] % 2 else min(FEW_ROWS, native_panels.most_rows(storage.dtype))
+        self._few = native_panels.PanelProduct(storage, shape) if self._few_rows else None
 
     def product(self, x: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
+        if self._few is not None and len(x) <= self._few_rows:
+            self._few.multiply(x, bias, output)
+            return output
         at_once = rows_at_once(self.shape[0], x.dtype.itemsize)
         for part, target in zip(x.split(at_once), output.split(at_once), strict=True):
             target.copy_(onednn.linear(part, self._packed, bias))
