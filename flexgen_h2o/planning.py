@@ -16,6 +16,7 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.predict import Budgets, predict
+from flexgen_h2o.search.projection import Projection
 from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
 from flexgen_h2o.search.sizes import Job, MemoryPlan
 
@@ -25,6 +26,7 @@ USED_SHARE = 0.98  # of a budget: the search's sizes agree with the ledger to wi
 BLOCK_ROWS = (32, 64, 128, 256)
 NEARLY = 1.03
 MOST_AT_ONCE = BATCH_SIZES[-1]  # rows of a sub-batch
+USED_BEFORE = ("process baseline", "weights", "temporaries")  # memory that prefill does not find new
 SEARCHED_FIELDS = ("gpu_batch_size", "num_gpu_batches", "percent")
 
 
@@ -178,6 +180,7 @@ def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Worklo
         return None
     parts = [known[block] for block in blocks]
     prefill_s, decode_s = sum(part.prefill_s for part in parts), sum(part.decode_s for part in parts)
+    prefill_s += _first_use_s(parts[0], hardware)
     return {
         "kind": "projection",
         "prefill_s": prefill_s,
@@ -186,6 +189,13 @@ def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Worklo
         "throughput_tok_s": rows * work.gen_len / (prefill_s + decode_s),
         **{f"{tier}_peak_bytes": max(part.peak_bytes(tier) for part in parts) for tier in TIERS},
     }
+
+
+def _first_use_s(projection: Projection, hardware: Hardware) -> float:
+    """What the first block takes longer than the others, because its buffers are new; nothing where that is unknown."""
+    rate = hardware.new_bytes_s()
+    lines = projection.memory["cpu"]
+    return 0.0 if rate is None else sum(nbytes for line, nbytes in lines.items() if line not in USED_BEFORE) / rate
 
 
 def _smaller(policy: Policy, rows: int) -> Policy:

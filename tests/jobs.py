@@ -27,7 +27,7 @@ class Job:
     """
 
     folder: Path
-    argv: Sequence[str] = field(default=("--gpu-batch-size", "2", "--gen-len", "6"))
+    argv: Sequence[str] = field(default=("--gpu-batch-size", "2", "--num-gpu-batches", "1", "--gen-len", "6"))
 
     @property
     def input(self) -> Path:

@@ -241,7 +241,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 
 
 def test_12_out_of_memory_on_the_device_steps_down_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = "--gpu-batch-size 4 --gen-len 6 --dtype float32".split()
+    argv = "--gpu-batch-size 4 --num-gpu-batches 1 --gen-len 6 --dtype float32".split()
     job, other = new_job(tmp_path / "job", 9, argv), new_job(tmp_path / "other", 9, argv)
     other.run()
     with monkeypatch.context() as patch:
@@ -260,7 +260,7 @@ def test_12_out_of_memory_on_the_device_steps_down_once(tmp_path: Path, monkeypa
 
 
 def test_12_a_job_that_was_stepped_down_goes_on_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = new_job(tmp_path / "job", 9, "--gpu-batch-size 4 --gen-len 6".split())
+    job = new_job(tmp_path / "job", 9, "--gpu-batch-size 4 --num-gpu-batches 1 --gen-len 6".split())
     with monkeypatch.context() as patch:
         short_of_memory(patch, 2)
         patch.setattr(Engine, "run", after(2, KeyboardInterrupt(), Engine.run))

@@ -18,7 +18,7 @@ from flexgen_h2o.engine import Engine
 from flexgen_h2o.pace import Pace
 from flexgen_h2o.resume import Progress
 
-ARGV = "--gpu-batch-size 2 --gen-len 6 --ignore-eos --hh-size 2 --recent-size 2".split()
+ARGV = "--gpu-batch-size 2 --num-gpu-batches 1 --gen-len 6 --ignore-eos --hh-size 2 --recent-size 2".split()
 
 
 def read_metrics(path: Path) -> dict[str, float]:

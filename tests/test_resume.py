@@ -269,7 +269,7 @@ def test_another_model_under_the_same_name_is_refused(tmp_path: Path, monkeypatc
 
     model = save_tiny_opt(make_tiny_opt("pre_norm"), tmp_path / "model")
     write_jsonl(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6 + n]} for n in range(6)])
-    job = Job(tmp_path, ("--model", str(model), "--gpu-batch-size", "2", "--gen-len", "3"))
+    job = Job(tmp_path, ("--model", str(model), *"--gpu-batch-size 2 --num-gpu-batches 1 --gen-len 3".split()))
     interrupt(job, 1, monkeypatch)
     save_tiny_opt(make_tiny_opt("pre_norm", seed=1), model)
     assert "the files of --model has changed" in refusals(job)[0].replace("have", "has")
@@ -343,14 +343,15 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
 
 # --- inside a block -------------------------------------------------------------------------------------------------
 
+FOUR_ROWS = "--gpu-batch-size 4 --num-gpu-batches 1".split()  # in a block
 SMALL = "--hh-size 3 --recent-size 4 --gen-len 12 --checkpoint-minutes 0 --ignore-eos".split()
 HOMES = {
-    "in_memory": ["--gpu-batch-size", "4", "--stop-token-ids", "15", "16", "17"],
+    "in_memory": [*FOUR_ROWS, "--stop-token-ids", "15", "16", "17"],
     "on_disk": ["--percent", *"100 0 0 0 0 0".split(), "--gpu-batch-size", "2", "--num-gpu-batches", "2"],
     "mixed": ["--percent", *"60 0 50 0 50 0".split(), "--gpu-batch-size", "3", "--num-gpu-batches", "2"],
-    "4_bits": ["--compress-cache", "--gpu-batch-size", "4"],
-    "sampled": ["--do-sample", "--seed", "7", "--gpu-batch-size", "4"],
-    "full": ["--gpu-batch-size", "4"],
+    "4_bits": ["--compress-cache", *FOUR_ROWS],
+    "sampled": ["--do-sample", "--seed", "7", *FOUR_ROWS],
+    "full": FOUR_ROWS,
 }
 
 
@@ -479,7 +480,7 @@ def test_saving_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         done(*arguments)
 
     monkeypatch.setattr(BlockCheckpoint, "step_done", ten_seconds_later)
-    argv = "--gen-len 12 --checkpoint-minutes 0.5 --ignore-eos --gpu-batch-size 4".split()
+    argv = "--gen-len 12 --checkpoint-minutes 0.5 --ignore-eos".split() + FOUR_ROWS
     assert new_job(tmp_path / "job", 3, argv).run().code == 0
     assert saved == [2, 5, 8]
 

@@ -9,6 +9,7 @@ import pytest
 from commands import Finished, ids_file, read_jsonl, refused, run, write_jsonl
 from tiny_models import make_tiny_opt, save_tiny_opt
 
+TWO_ROWS = "--gpu-batch-size 2 --num-gpu-batches 1".split()  # in a block
 LAYERS, HEADS, HEAD_DIM, PARAMETERS = 4, 8, 32, 4_339_712  # of the demo model
 
 PHASE = {"seconds", "limit_s", "busy_s", "binds", "no_limit"}
@@ -87,7 +88,7 @@ def test_each_bad_line_gets_its_own_error_and_the_job_goes_on(tmp_path: Path) ->
     lines: list[object] = [{"id": "first", "prompt": "Hello"}]
     for bad, _ in BAD_LINES:
         lines += [bad, "", {"prompt": "Hello"}]
-    finished = run_ok("--input", write_jsonl(tmp_path / "in.jsonl", lines), "--gen-len", "2", "--gpu-batch-size", "2")
+    finished = run_ok("--input", write_jsonl(tmp_path / "in.jsonl", lines), "--gen-len", "2", *TWO_ROWS)
     assert len(finished.lines) == 1 + 2 * len(BAD_LINES)
     answers, errors = finished.lines[::2], finished.lines[1::2]
     assert {tuple(answer["token_ids"]) for answer in answers} == {tuple(answers[0]["token_ids"])}
@@ -111,7 +112,7 @@ def test_results_come_in_the_order_of_the_input(tmp_path: Path, bad: tuple[int, 
 def test_answers_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
     """Mixed lengths in one block against a block for each; sizes of the cache are given, as they follow the longest."""
     argv = ["--gen-len", "8", "--hh-size", "3", "--recent-size", "4", "--input", ids_file(tmp_path, 3, 20, 1, 11, 7)]
-    together, alone = run_ok(*argv), run_ok(*argv, "--gpu-batch-size", "1")
+    together, alone = run_ok(*argv), run_ok(*argv, *"--gpu-batch-size 1 --num-gpu-batches 1".split())
     assert together.lines == alone.lines
 
 
@@ -222,13 +223,13 @@ def test_random_prompts_and_dummy_weights_are_those_of_the_seed() -> None:
 
 
 def test_random_prompts_of_a_default_length_leave_room_to_generate(tiny_folder: str) -> None:
-    argv = ["--model", tiny_folder, "--dummy-weights", "--gpu-batch-size", "2", "--gen-len", "28", "--json"]
+    argv = ["--model", tiny_folder, "--dummy-weights", *TWO_ROWS, "--gen-len", "28", "--json"]
     assert run_ok(*argv).report["prompt_tokens"] == 2 * 100
 
 
 def test_a_published_size_runs_on_dummy_weights() -> None:
-    argv = "--model facebook/opt-125m --dummy-weights --prompt-len 4 --gen-len 2 --gpu-batch-size 2 --ignore-eos --json"
-    report = run(*argv.split(), "--dtype", "bfloat16").report
+    argv = "--model facebook/opt-125m --dummy-weights --prompt-len 4 --gen-len 2 --ignore-eos --json --dtype bfloat16"
+    report = run(*argv.split(), *TWO_ROWS).report
     assert (report["model"], report["dummy_weights"], report["generated_tokens"]) == ("opt-125m", True, 4)
     parameters = 125_239_296
     padding = report["memory"]["weights_bytes"] - 2 * parameters

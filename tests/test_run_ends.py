@@ -127,7 +127,13 @@ def test_an_interrupted_run_keeps_the_lines_it_has_finished(tmp_path: Path, monk
 
     monkeypatch.setattr(Engine, "run", run_two)
     output = tmp_path / "out.jsonl"
-    argv = ["--input", ids_file(tmp_path, *range(2, 9)), "--gen-len", "2", "--gpu-batch-size", "2"]
+    argv = [
+        "--input",
+        ids_file(tmp_path, *range(2, 9)),
+        "--gen-len",
+        "2",
+        *"--gpu-batch-size 2 --num-gpu-batches 1".split(),
+    ]
     finished = run(*argv, "--output", str(output))
     assert finished.code == 130 and "interrupted" in finished.err
     assert [line["id"] for line in read_jsonl(output)] == [0, 1, 2, 3]
@@ -164,7 +170,7 @@ def test_results_appear_as_soon_as_their_block_is_done() -> None:
 def long_job(folder: Path) -> list[str]:
     """Two hundred blocks of one row each, which takes a while."""
     file = write_jsonl(folder / "long.jsonl", [{"prompt_ids": [2, number % 4000]} for number in range(200)])
-    return ["--input", file, "--gen-len", "40", "--gpu-batch-size", "1", "--ignore-eos"]
+    return ["--input", file, "--ignore-eos", *"--gen-len 40 --gpu-batch-size 1 --num-gpu-batches 1".split()]
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -243,7 +249,12 @@ def test_progress_is_shown_on_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     rows_and_columns = struct.pack("HHHH", 24, 120, 0, 0)  # a new one has none, and nothing would be shown
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, rows_and_columns)
-    argv = ["--input", ids_file(tmp_path, 3, 4, 5), "--gen-len", "30", "--gpu-batch-size", "1", "--json"]
+    argv = [
+        "--input",
+        ids_file(tmp_path, 3, 4, 5),
+        "--json",
+        *"--gen-len 30 --gpu-batch-size 1 --num-gpu-batches 1".split(),
+    ]
     process = start(*argv, stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     shown = read_terminal(ours)

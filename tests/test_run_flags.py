@@ -197,7 +197,10 @@ def test_unknown_names_are_answered_with_the_known_ones(flag: str, value: str, k
         (["--eviction", "local", "--hh-size", "3"], ["--hh-size", "local"]),
         (["--eviction", "sink", "--hh-ratio", "0.1"], ["--hh-ratio", "sink"]),
         (["--gpu-batch-size", "4", "--decode-batch-size", "6", "--num-gpu-batches", "2"], ["6", "multiple", "4"]),
-        (["--gpu-batch-size", "4", "--decode-batch-size", "8"], ["8", "4 x 1", "--num-gpu-batches"]),
+        (
+            "--gpu-batch-size 4 --num-gpu-batches 1 --decode-batch-size 8".split(),
+            ["8", "4 x 1", "--num-gpu-batches"],
+        ),
         (["--top-k", "5"], ["--top-k", "--do-sample"]),
         (["--top-p", "0.5"], ["--top-p", "--do-sample"]),
         (["--temperature", "0.7"], ["--temperature", "--do-sample"]),

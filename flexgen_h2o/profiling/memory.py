@@ -1,10 +1,12 @@
-"""Bandwidth of a memory: read, and copied from one place of it to another."""
+"""Bandwidth of a memory: read, copied from one place of it to another, and written where it is new."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from flexgen_h2o.direct_io import aligned_bytes
 from flexgen_h2o.profiling.timing import Stopwatch, compute_threads, fill
 from flexgen_h2o.workspace import Workspace
 
@@ -38,3 +40,28 @@ class Memory:
                         nbytes = numbers.nbytes if kind == "read" else numbers[0].nbytes
                         name = f"memory/{device}/{kind}/{threads}"
                         yield name, nbytes / self.stopwatch.seconds(name, work)
+
+
+class NewMemory:
+    """How fast host memory is written that was just allocated, as the engine does it, as a subject.
+
+    The kernel clears its pages first, and on a virtual machine may have to ask for them. As it finds at once what has
+    just been given back, all is written when this is made, before other subjects take memory and give it back.
+
+    Args:
+        nbytes: written in a trial.
+        trials: how many there will be.
+        threads: that write.
+    """
+
+    def __init__(self, nbytes: int, trials: int, threads: int):
+        kept, self._rates = [], []
+        for _ in range(trials):
+            started = time.perf_counter()
+            kept.append(aligned_bytes(nbytes).fill_(1))
+            self._rates.append(nbytes / (time.perf_counter() - started))
+        self._threads = threads
+
+    def trial(self) -> Iterator[tuple[str, float]]:
+        """Bytes per second."""
+        yield f"memory/cpu/new/{self._threads}", self._rates.pop()

@@ -10,14 +10,14 @@ import torch
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.extents import free_disk_bytes
-from flexgen_h2o.machine import usable_memory
+from flexgen_h2o.machine import bound_kernel_caches, return_freed_memory, usable_memory
 from flexgen_h2o.platforms import default_dtype
 from flexgen_h2o.profiling.attention import Attention, attention_bytes
 from flexgen_h2o.profiling.disk import Disk, TestFile, check_folder
 from flexgen_h2o.profiling.gemm import Gemm, WeightSet, native_dtypes, products_bytes, weight_sets
+from flexgen_h2o.profiling.layers import Layers
 from flexgen_h2o.profiling.links import Links
-from flexgen_h2o.profiling.memory import Memory
-from flexgen_h2o.profiling.operations import Operations
+from flexgen_h2o.profiling.memory import Memory, NewMemory
 from flexgen_h2o.profiling.settings import Settings
 from flexgen_h2o.profiling.threads import ROWS, ThreadSplit, best_threads, candidates
 from flexgen_h2o.profiling.timing import Advance, Stopwatch, Subject, collect
@@ -49,15 +49,18 @@ def measure(
         advance: told of progress.
     Raises UsageError if memory or disk have no room for it.
     """
+    return_freed_memory()  # as runs do: memory for results of products then is new each time
+    bound_kernel_caches()
     cores = psutil.cpu_count() or 1
     dtypes = native_dtypes(device) if settings.all_dtypes else [default_dtype(device)]
     memory = _usable(device, folder)
     check_folder(folder, settings.file_bytes)
     _check_memory(settings, device, dtypes, memory)
+    new_memory = NewMemory(settings.new_bytes, 1 + settings.trials, cores)
     with TestFile(folder, settings.file_bytes, settings.passing_bytes) as file:
         disk = Disk(file, settings.in_flight, settings.buffered)
         subjects = [*_compute(settings, device, dtypes, cores), *_host(settings, device, dtypes, file, cores)]
-        subjects.append(Subject("disk", disk.trial))
+        subjects += [Subject("disk", disk.trial), Subject("new memory", new_memory.trial)]
         rates = collect(subjects, settings.trials, advance)
         missing = disk.missing()
     return Hardware(
@@ -80,12 +83,11 @@ def _compute(settings: Settings, device: torch.device, dtypes: list[torch.dtype]
     attention = Attention(settings.head_dims, dtypes, settings.slots, settings.kv_bytes, workspace, stopwatch)
     threads = tuple(sorted({1, cores})) if device.type == "cpu" else (1,)
     memory = Memory(settings.memory_bytes, threads, workspace, stopwatch)
-    operations = Operations(device, default_dtype(device), settings.steps)
-    subjects = [Subject("products", gemm.trial), Subject("attention", attention.trial)]
-    subjects += [Subject("memory", memory.trial), Subject("operations", operations.trial)]
+    subjects = [Subject("products", gemm.trial), Subject("attention", attention.trial), Subject("memory", memory.trial)]
     if device.type == "cuda":
-        subjects.append(Subject("links", Links(settings.link_bytes, stopwatch).trial))
-    return subjects
+        return [*subjects, Subject("links", Links(settings.link_bytes, stopwatch).trial)]
+    layers = Layers(default_dtype(device), settings.prompt_lens, settings.tokens, settings.steps)
+    return [*subjects, Subject("layers", layers.trial)]
 
 
 def _host(

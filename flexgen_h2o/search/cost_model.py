@@ -25,15 +25,11 @@ from typing import Protocol
 from flexgen_h2o.placement import Shares
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.limits import FOUR_BITS, decode_flops, live_slots, prefill_attention_flops, prefill_flops
+from flexgen_h2o.search.layer_times import choice_s, decode_layer_s, prefill_layer_s
+from flexgen_h2o.search.limits import FOUR_BITS, decode_flops, live_slots, prefill_flops
 from flexgen_h2o.search.sizes import Job, MemoryPlan
 
 Lanes = dict[str, float]  # seconds by resource
-# Between products, a layer reads or writes so many vectors as long as the hidden state for each token: norms 4, scaled
-# queries 2, heads put side by side 6 and back 2, activation 8, residual sums 6. Prefill's softmax reads and writes so
-# many bytes for each weight: to float32, softmax, back, sums by column.
-VECTORS = 28
-SOFTMAX_BYTES = 24
 PHASES = ("prefill", "decode")
 LANES = ("compute", "issue", "host", "h2d", "d2h", "disk_read", "disk_write", "host_memory")
 
@@ -125,7 +121,7 @@ class CostModel:
         filled = layers * units * job.unit_bytes(policy, rows)
         return self._lanes(
             compute=units * compute,
-            operations=layers * units,
+            issuing=layers * units * (self._operation_s("products") + self._operation_s("attention")),
             weights=self._weights(policy, split),
             to_device=_scaled(split.hidden, hidden),
             from_device=_sum(_scaled(split.hidden, hidden), _scaled(split.cache, filled)),
@@ -136,16 +132,18 @@ class CostModel:
     ) -> Lanes:
         job, config = self.job, self.job.config
         layers, rows = config.num_hidden_layers, units * policy.gpu_batch_size
-        compute = self._decode_products(policy, rows, group_rows) + self._between_products(rows, 0)
+        compute = self._decode_products(policy, rows, group_rows) + choice_s(job, self.hardware, rows)
+        compute += layers * decode_layer_s(job, self.hardware, rows)
         at_home = policy.cpu_cache_compute and not job.joint
         on_host = split.cache[1] if at_home else 0.0
         whole = layers * job.unit_bytes(policy, rows)
         moved = (split.cache[0], split.cache[1] - on_host, split.cache[2])
         entry = layers * rows * config.hidden_size * job.itemsize
         scores = layers * rows * config.num_attention_heads * 4 * (job.slots + 1)
+        attend_s = self._operation_s("attention")
         lanes = self._lanes(
             compute=compute + self._attention(policy, sum(moved) * rows, self.hardware.device),
-            operations=layers * (groups + sum(moved) * units),
+            issuing=layers * (groups * self._operation_s("products") + sum(moved) * units * attend_s),
             weights=self._weights(policy, split),
             to_device=_sum(_scaled(moved, whole), (0.0, on_host * entry, 0.0)),
             # Units on disk go back whole, those in host memory by what has changed.
@@ -154,7 +152,7 @@ class CostModel:
         )
         if at_home:
             host = self._attention(policy, on_host * rows, "cpu")
-            host += on_host * layers * units * self.hardware.operation_s()
+            host += on_host * layers * units * attend_s
             host /= self.lane_shares.get("host", 1.0)
             lanes |= _beside(lanes["compute"], host, groups if policy.overlap else 1)
         return lanes
@@ -171,9 +169,8 @@ class CostModel:
         """Seconds that the compute device is busy with prefill of one sub-batch."""
         job, config, rows = self.job, self.job.config, policy.gpu_batch_size
         products = self._products(self._weight_precision(policy), prefill_flops(config, [rows], job.prompt_len))
-        attention = self._products(job.dtype, prefill_attention_flops(config, [rows], job.prompt_len))
-        pairs = config.num_hidden_layers * config.num_attention_heads * rows
-        return products + attention + self._between_products(rows * job.prompt_len, pairs * job.prompt_len**2 / 2)
+        rest = config.num_hidden_layers * prefill_layer_s(job, self.hardware, rows)
+        return products + rest + choice_s(job, self.hardware, rows)
 
     def _weight_precision(self, policy: Policy) -> str:
         return FOUR_BITS if policy.compress_weight else self.job.dtype
@@ -195,11 +192,8 @@ class CostModel:
         whole, rest = divmod(rows, group_rows)
         return whole * group(int(group_rows)) + (group(int(rest)) if rest else 0.0)
 
-    def _between_products(self, tokens: float, softmax_weights: float) -> float:
-        """Seconds of what is bound by the device's memory: operations element by element, and prefill's softmax."""
-        config = self.job.config
-        vectors = config.num_hidden_layers * VECTORS * self.job.hidden_bytes(tokens, 1)
-        return (vectors + softmax_weights * SOFTMAX_BYTES) / self.hardware.read_bytes_s()
+    def _operation_s(self, kind: str) -> float:
+        return self._once(("operation", kind), lambda: self.hardware.operation_s(kind))
 
     def _weights(self, policy: Policy, split: Split) -> Shares:
         """Bytes of the layers' weights that a pass over the layers brings, by where they live."""
@@ -239,13 +233,17 @@ class CostModel:
     def _lanes(
         self,
         compute: float,
-        operations: float,
+        issuing: float,
         weights: Shares,
         to_device: Shares,
         from_device: Shares,
         read_by_host: float = 0.0,
     ) -> Lanes:
-        """Seconds by lane, from bytes by the tier that they come from or go to."""
+        """Seconds by lane, from bytes by the tier that they come from or go to.
+
+        Args:
+            issuing: fixed seconds of what is done for some rows in a layer.
+        """
         hardware, joint = self.hardware, self.job.joint
         disk_read, disk_write = weights[2] + to_device[2], from_device[2]
         seconds = {"compute": compute, "disk_read": 0.0, "disk_write": 0.0}
@@ -253,7 +251,6 @@ class CostModel:
             seconds["disk_read"] = disk_read / hardware.disk_read_bytes_s()
         if disk_write:
             seconds["disk_write"] = disk_write / hardware.disk_write_bytes_s()
-        issuing = operations * hardware.operation_s()
         if joint:
             seconds["compute"] += issuing
             if disk_read:

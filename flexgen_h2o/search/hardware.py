@@ -86,10 +86,42 @@ class Hardware:
             raise self._lacks(pattern + "HEAD_DIM")
         return found[min(sorted(found), key=lambda size: abs(math.log(size / head_dim)))]
 
-    def operation_s(self) -> float:
-        """Fixed seconds of what is done for some rows in one layer, however few they are; a guess if none is known."""
-        name = f"operation/{self.device}"
-        return self.rates[name].value if name in self.rates else DEFAULT_OPERATION_S
+    def operation_s(self, kind: str) -> float:
+        """Fixed seconds of what is done for some rows in one layer, however few they are; a guess if none is known.
+
+        Args:
+            kind: "products" of a group of rows, or "attention" of a sub-batch.
+        """
+        names = (f"operation/{self.device}/{kind}", f"operation/{self.device}")
+        return next((self.rates[name].value for name in names if name in self.rates), DEFAULT_OPERATION_S)
+
+    def prefill_s_per_byte(self, width: int) -> float | None:
+        """Seconds of a layer of prefill, products with weights apart, for each byte of hidden states; None if unknown.
+
+        Between and beyond measured lengths of prompts it is a straight line: attention grows with their square.
+        """
+        pattern = f"prefill/{self.device}/"
+        points = sorted((int(name.rsplit("/", 1)[1]), 1 / rate.value) for name, rate in self._named(pattern))
+        if len(points) < 2:
+            return points[0][1] if points else None
+        above = next((index for index, (at, _) in enumerate(points[1:-1], 1) if at >= width), len(points) - 1)
+        (left, low), (right, high) = points[above - 1 : above + 1]
+        return max(0.0, low + (high - low) * (width - left) / (right - left))
+
+    def layer_bytes_s(self) -> float | None:
+        """Bytes of hidden states that pass a layer of decode in a second, beside products and attention."""
+        return self._known(f"layer/{self.device}")
+
+    def choice_values_s(self) -> float | None:
+        """Logits in a second from which next tokens are chosen; None if unknown."""
+        return self._known(f"choice/{self.device}")
+
+    def new_bytes_s(self) -> float | None:
+        """Bytes of newly allocated memory that are written in a second; None if unknown."""
+        return self._known(f"memory/{self.device}/new/{self.cores if self.device == 'cpu' else 1}")
+
+    def _known(self, name: str) -> float | None:
+        return self.rates[name].value if name in self.rates else None
 
     def read_bytes_s(self, device: str | None = None) -> float:
         """Memory bandwidth of a device (None: the compute device), the most over the measured threads."""

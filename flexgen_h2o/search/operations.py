@@ -6,7 +6,8 @@ from functools import cached_property
 from flexgen_h2o.placement import Tier, small_first
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.schedule import OUTER, Attend, BlockShape, Choose, Finish, Group, Operation, Project
-from flexgen_h2o.search.cost_model import SOFTMAX_BYTES, VECTORS, CostModel
+from flexgen_h2o.search.cost_model import CostModel
+from flexgen_h2o.search.layer_times import choice_s, decode_layer_s, prefill_layer_s
 from flexgen_h2o.search.limits import FOUR_BITS, head_elements, layer_elements, live_slots
 from flexgen_h2o.search.sizes import MemoryPlan
 
@@ -20,11 +21,10 @@ class OperationTimes:
         self.plan = MemoryPlan(model.job, policy)
         self._page_bytes: dict[int, dict[Tier, float]] = {}
 
-    @property
-    def issue_s(self) -> float:
-        """The fixed time of what is done for some rows in a layer."""
+    def issue_s(self, kind: str) -> float:
+        """The fixed time of products of a group, or of attention of a unit, in a layer."""
         lane = "compute" if self.job.joint else "issue"
-        return self.hardware.operation_s() / self._share(lane)
+        return self.hardware.operation_s(kind) / self._share(lane)
 
     # --- computation ---
 
@@ -43,21 +43,21 @@ class OperationTimes:
                 products = self._product_s(
                     _rows(group.rows) if last else tokens, self._layer_elements - self._qkv_elements
                 )
-                vectors = VECTORS * self.job.hidden_bytes(tokens, 1)
-                return products + vectors / self.hardware.read_bytes_s()
+                return products + (decode_layer_s(self.job, self.hardware, tokens) if token else 0.0)
             case Choose(_, group):
-                return self._product_s(_rows(group.rows), head_elements(self.config))
+                rows = _rows(group.rows)
+                return self._product_s(rows, head_elements(self.config)) + choice_s(self.job, self.hardware, rows)
             case Attend(token, _, unit):
                 rows = _rows(shape.unit_rows[unit])
-                return (
-                    self._decode_attention_s(rows, token, self.job.device) if token else self._prefill_attention_s(rows)
-                )
+                if not token:  # all that prefill does beside products
+                    return prefill_layer_s(self.job, self.hardware, rows)
+                return self._decode_attention_s(rows, token, self.job.device)
         return 0.0
 
     def host_attention(self, unit: int, token: int, shape: BlockShape) -> tuple[float, float]:
         """Seconds of a unit's attention on the CPU, and the bytes that it reads."""
         rows = _rows(shape.unit_rows[unit])
-        seconds = self._decode_attention_s(rows, token, "cpu") + self.hardware.operation_s()
+        seconds = self._decode_attention_s(rows, token, "cpu") + self.hardware.operation_s("attention")
         return seconds / self._share("host"), rows * sum(self._live_bytes(token))
 
     def _tokens(self, token: int, group: Group) -> int:
@@ -66,12 +66,6 @@ class OperationTimes:
     def _product_s(self, rows: int, elements: int) -> float:
         precision = FOUR_BITS if self.policy.compress_weight else self.job.dtype
         return 2 * rows * elements / self.hardware.gemm_flops(precision, rows)
-
-    def _prefill_attention_s(self, rows: int) -> float:
-        pairs, width = self.config.num_attention_heads * rows, self.job.prompt_len
-        flops = 2 * rows * width**2 * self.config.hidden_size
-        products = flops / self.hardware.gemm_flops(self.job.dtype, rows * width)
-        return products + pairs * width**2 / 2 * SOFTMAX_BYTES / self.hardware.read_bytes_s()
 
     def _decode_attention_s(self, rows: int, token: int, device: str) -> float:
         return sum(

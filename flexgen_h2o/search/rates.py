@@ -5,7 +5,13 @@
     attention/DEVICE/DTYPE/HEAD_DIM    byte/s   decode attention, in bytes of keys and values; DTYPE may be int4
     memory/DEVICE/read/THREADS         byte/s   bytes read
     memory/DEVICE/copy/THREADS         byte/s   bytes copied, each read once and written once
-    operation/DEVICE                   s/layer  fixed time of what is done for a sub-batch in one layer
+    memory/DEVICE/new/THREADS          byte/s   bytes of newly allocated memory written for the first time
+    prefill/DEVICE/PROMPT_LEN          byte/s   hidden states, of the default precision, through a layer of prefill,
+                                                products with weights apart
+    layer/DEVICE                       byte/s   the same of decode, products, attention and fixed time apart
+    choice/DEVICE                      value/s  logits from which next tokens are chosen
+    operation/DEVICE[/WHAT]            s/layer  fixed time in one layer: products of some rows, or attention of a
+                                                sub-batch; both, where nothing is said
     link/DIRECTION/KIND                byte/s   h2d or d2h, from or to pinned or pageable host memory
     disk/DIRECTION/PATH/IN_FLIGHT      byte/s   read or write, direct or buffered, requests in flight
     disk_cpu/DIRECTION/PATH/IN_FLIGHT  s/byte   processor time that this takes
@@ -46,8 +52,11 @@ _DEVICE = "(cpu|cuda)"
 UNITS = {
     rf"gemm/({_DTYPE}|int4)/{_COUNT}": "FLOP/s",
     rf"attention/{_DEVICE}/({_DTYPE}|int4)/{_COUNT}": "byte/s",
-    rf"memory/{_DEVICE}/(read|copy)/{_COUNT}": "byte/s",
-    rf"operation/{_DEVICE}": "s/layer",
+    rf"memory/{_DEVICE}/(read|copy|new)/{_COUNT}": "byte/s",
+    rf"prefill/{_DEVICE}/{_COUNT}": "byte/s",
+    rf"layer/{_DEVICE}": "byte/s",
+    rf"choice/{_DEVICE}": "value/s",
+    rf"operation/{_DEVICE}(/(products|attention))?": "s/layer",
     r"link/(h2d|d2h)/(pinned|pageable)": "byte/s",
     rf"disk/(read|write)/(direct|buffered)/{_COUNT}": "byte/s",
     rf"disk_cpu/(read|write)/(direct|buffered)/{_COUNT}": "s/byte",

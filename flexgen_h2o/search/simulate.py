@@ -210,9 +210,7 @@ class _Walk:
                 case Project(_, layer, group):
                     self.group = group
                     self.groups[group.index] = _GroupState()
-                    self.now_s = self.lanes.occupy(
-                        "compute" if self.is_joint else "issue", operation, self.now_s, self.times.issue_s
-                    )
+                    self._issue("products", operation)
                     self._compute(operation, max(self._page(layer).loaded_s, self.hidden_loaded_s[group.index]))
                 case Finish(_, layer, group):
                     # The loop itself waits for what the CPU computes beside the GPU.
@@ -223,6 +221,11 @@ class _Walk:
                 case EndStep():
                     self._end_step()
         return self.lanes
+
+    def _issue(self, kind: str, operation: Operation) -> None:
+        """The loop takes its time to say what is to be done, and where it computes itself, to do even the least."""
+        lane = "compute" if self.is_joint else "issue"
+        self.now_s = self.lanes.occupy(lane, operation, self.now_s, self.times.issue_s(kind))
 
     def _compute(self, operation: Operation, ready_s: float) -> None:
         seconds = self.times.compute_s(operation, self.shape)
@@ -255,10 +258,7 @@ class _Walk:
         ready = self.unit_loaded_s.get(key, 0.0)
         if not token and not self._in_reach(tier):
             ready = self.working_free_s[self._take_working(key)]
-        if token:
-            self.now_s = self.lanes.occupy(
-                "compute" if self.is_joint else "issue", work, self.now_s, self.times.issue_s
-            )
+        self._issue("attention", work)
         self._compute(work, ready)
 
     def _load_cache(self, layer: int, unit: int, work: Operation) -> None:

@@ -27,6 +27,9 @@ TINY = replace(
     weight_shape=(64, 32),
     weight_bytes=2**14,
     steps=2,
+    prompt_lens=(4, 16),
+    tokens=32,
+    new_bytes=2**16,
     kv_bytes=2**21,
     slots=16,
     memory_bytes=2**18,
@@ -70,7 +73,9 @@ def test_a_file_comes_out_and_nothing_else_stays(scene: Path) -> None:
     assert {"date", "machine", "versions", "git_commit", "spread"} <= set(hardware.environment)
     for dtype in ("float32", "bfloat16", "int4"):
         assert hardware.gemm_flops(dtype, 4) > 0 and hardware.attention_bytes_s(dtype, 64) > 0
-    assert hardware.rate("operation/cpu").value == hardware.operation_s() > 0
+    assert min(hardware.prefill_s_per_byte(8) or 0, hardware.layer_bytes_s() or 0) > 0
+    assert min(hardware.choice_values_s() or 0, hardware.new_bytes_s() or 0) > 0
+    assert 0 < hardware.operation_s("products") < 0.1 and 0 < hardware.operation_s("attention") < 0.1
     assert all(rate.trials == 5 and rate.source == "measured" for rate in hardware.rates.values())
     assert min(hardware.read_bytes_s(), hardware.copy_bytes_s(), hardware.disk_read_bytes_s()) > 0
     assert min(hardware.disk_write_bytes_s(), hardware.disk_read_cpu_s_per_byte()) > 0

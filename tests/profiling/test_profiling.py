@@ -6,16 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from flexgen_h2o.engine import BlockTimes, Engine
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.matrices import (
     Matrix,
+    MatrixLayout,
+    PanelLayout,
     PanelMatrix,
+    PlainLayout,
     PlainMatrix,
     QuantisedPanelMatrix,
     QuantisedRowMatrix,
@@ -23,16 +24,19 @@ from flexgen_h2o.kernels.matrices import (
 )
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.platforms import default_dtype
-from flexgen_h2o.profiling import disk, operations, profile
+from flexgen_h2o.profiling import disk, layers, profile
 from flexgen_h2o.profiling.attention import attention_bytes, full_buffer, unit_shape
 from flexgen_h2o.profiling.disk import Disk, TestFile, check_folder
+from flexgen_h2o.profiling.free_matrices import FreeLayout
 from flexgen_h2o.profiling.gemm import Gemm, Products, WeightSet, native_dtypes, products_bytes, weight_sets
-from flexgen_h2o.profiling.memory import Memory
+from flexgen_h2o.profiling.memory import Memory, NewMemory
 from flexgen_h2o.profiling.settings import FULL, QUICK
 from flexgen_h2o.profiling.threads import Stream, best_threads, candidates, copy_step, disk_step
 from flexgen_h2o.profiling.timing import Stopwatch, Subject, collect, compute_threads, fill, summarise
 from flexgen_h2o.quant_format import entry_bytes
+from flexgen_h2o.schedule import Attend, Choose, Finish, Project
 from flexgen_h2o.search.rates import Rate
+from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.units import GB
 from flexgen_h2o.workspace import Workspace
 
@@ -155,19 +159,42 @@ def test_weights_in_4_bits_are_measured_in_the_precision_of_a_run() -> None:
     assert names == [f"gemm/{kind}/{rows}" for kind in sets for rows in (1, 4)]
 
 
-def test_an_operation_is_half_a_layer_of_a_step_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[float] = []
-    run = Engine.run
+@pytest.mark.parametrize("owner", [PlainLayout(), PanelLayout()])
+def test_a_free_matrix_handles_results_as_another_layout_does(owner: MatrixLayout) -> None:
+    rows, out = 300, 64
+    layout = FreeLayout(owner)
+    assert layout.result_bytes(rows, out, 2) == owner.result_bytes(rows, out, 2)
+    storage = layout.storage((out, 10**6), torch.bfloat16)
+    assert storage.nbytes == 2
+    matrix = layout.matrix(torch.empty(storage.shape), (out, 10**6), torch.bfloat16, torch.empty(0))
+    output = torch.full((rows, out), torch.nan, dtype=torch.bfloat16)
+    assert matrix.product(torch.empty(rows, 0), None, output) is output and not output.any()
+    assert matrix.rows(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 10**6)
 
-    def noted(self: Engine, *arguments: Any) -> BlockTimes:
-        times = run(self, *arguments)
-        steps.extend(times.step_s)
-        return times
 
-    monkeypatch.setattr(Engine, "run", noted)
-    ((name, seconds),) = operations.Operations(CPU, torch.float32, 3).trial()
-    assert name == "operation/cpu" and len(steps) == 4
-    assert seconds == pytest.approx(sum(steps[1:]) / 3 / operations.LAYERS / 2)
+def test_layers_are_timed_by_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's: Project takes 1 s, Finish 2, Attend 4, Choose 8; more if there are many rows."""
+    add = Timeline.add
+
+    def noted(self: Timeline, lane: str, work: object, start_s: float, end_s: float) -> None:
+        seconds = {Project: 1.0, Finish: 2.0, Attend: 4.0, Choose: 8.0}.get(type(work), 0.0)
+        many = getattr(work, "group", None)
+        if many is not None and many.rows.stop == layers.ROWS:
+            seconds *= 10
+        add(self, lane, work, 0.0, seconds)
+
+    monkeypatch.setattr(Timeline, "add", noted)
+    rates = dict(layers.Layers(torch.float32, (4, 16), tokens=32, steps=3).trial())
+    assert rates["operation/cpu/products"] == 3 and rates["operation/cpu/attention"] == 4
+    assert rates["layer/cpu"] == layers.ROWS * layers.WIDE * 4 / (30 - 3)
+    assert rates["choice/cpu"] == layers.ROWS * layers.VOCABULARY / 80
+    assert rates["prefill/cpu/4"] == rates["prefill/cpu/16"] == 32 * layers.WIDE * 4 / (1 + 2 + 4)
+
+
+def test_new_memory_is_written_before_anything_else() -> None:
+    subject = NewMemory(2**16, 3, 2)
+    found = [next(subject.trial()) for _ in range(3)]
+    assert {name for name, _ in found} == {"memory/cpu/new/2"} and min(rate for _, rate in found) > 0
 
 
 def test_float16_is_left_out_or_not() -> None:

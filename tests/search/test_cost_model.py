@@ -32,7 +32,7 @@ def test_a_step_of_opt_30b_on_a_t4_by_hand() -> None:
     products = 2 * ROWS * (48 * 12 * 7168**2 + 50272 * 7168) / 24e12
     between = 48 * 28 * ROWS * 7168 * 2 / 320e9
     assert lanes["compute"] == pytest.approx(products + between, rel=1e-4)
-    attention = kept / 80e9 + 48 * 52 * T4.operation_s()
+    attention = kept / 80e9 + 48 * 52 * T4.operation_s("attention")
     assert lanes["host"] == pytest.approx(attention + lanes["compute"] / 2, rel=1e-4)  # a group's share, of two
     assert lanes["host_memory"] == pytest.approx((48 * LAYER + 4 * outputs + kept) / 80e9, rel=1e-4)
     assert lanes["disk_read"] == lanes["disk_write"] == 0
