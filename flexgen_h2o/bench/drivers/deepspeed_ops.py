@@ -5,7 +5,9 @@ wait. A build that was killed leaves a lock file, and every later process waits 
 """
 
 import os
+import sys
 from collections.abc import Iterable
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,8 +18,12 @@ FILES = ("pin_memory", "async_io")
 
 
 def build_folder() -> Path:
-    """Where they are kept: a folder of our own for each pair of versions, so that no other build mixes in."""
-    return CACHE / f"torch_extensions-torch-{version('torch')}-deepspeed-{version('deepspeed')}"
+    """Where they are kept: a folder of our own for each pair of versions and each environment.
+
+    No other build mixes in; and what was compiled against another environment's headers would be compiled anew.
+    """
+    environment = sha256(sys.prefix.encode()).hexdigest()[:8]
+    return CACHE / f"torch_extensions-torch-{version('torch')}-deepspeed-{version('deepspeed')}-{environment}"
 
 
 def is_built(names: Iterable[str]) -> bool:
