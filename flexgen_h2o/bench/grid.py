@@ -107,7 +107,7 @@ def contenders(
         engines: names, each with `@ROWS` if it has rows of its own.
         budgets, bits: of this engine, which takes part once for each pair.
         is_limited: with a memory limit, engines offload to disk.
-        own: more options of this engine.
+        own: more options of this engine in 16 bits, such as where things live.
     """
     found: list[Contender] = []
     problems = [problem for budget in budgets if (problem := budget_problem(budget))]
@@ -123,7 +123,8 @@ def contenders(
             continue
         elif engine == OURS:
             batch = int(rows) if rows else None
-            found += [ours(budget, count, batch, own) for budget in budgets for count in bits]
+            own_of = {16: own, 4: {}}
+            found += [ours(budget, count, batch, own_of[count]) for budget in budgets for count in bits]
         else:
             found.append(Contender(engine, int(rows) if rows else None))
     return found, problems

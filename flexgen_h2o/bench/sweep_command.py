@@ -41,7 +41,12 @@ def add_sweep(task: argparse.ArgumentParser) -> None:
     task.add_argument("--batch", help="rows, comma-separated, or 'auto': the best of each engine (default: auto)")
     task.add_argument("--memory", help="bytes that an engine may take, page cache included, such as 1500M")
     task.add_argument("--disk-read", help="bytes per second from disk, such as 200M")
-    task.add_argument("--percent", nargs="*", metavar="N", help="places this engine as `run` would, in place of auto")
+    task.add_argument(
+        "--percent",
+        nargs="*",
+        metavar="N",
+        help="places this engine's 16 bits as `run` would; 4 bits are placed by auto",
+    )
     task.add_argument("--unit", help="rows of this engine's sub-batches, with --percent (default: 16)")
     task.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: bfloat16; on a GPU float16)")
     task.add_argument("--device", help="where compute happens: cpu or cuda (default: cpu)")
@@ -136,6 +141,8 @@ def _own(flags: Flags, args: argparse.Namespace) -> dict[str, Any]:
         if unit is not None:
             flags.problems.append("--unit cuts blocks that --percent places; give that too, or leave it out")
         return {}
+    if "16" not in _words(flags, "--bits", "16"):
+        flags.problems.append("--percent places 16 bits, and --bits has none; leave one of them out")
     percent = flags.percent("--percent", args.percent)
     if percent is None:
         return {}

@@ -314,3 +314,10 @@ def test_files_without_records_of_sweeps_are_named(tmp_path: Path) -> None:
         read_records([tmp_path / "other.jsonl"])
     with pytest.raises(UsageError, match=r"broken\.jsonl cannot be read"):
         read_records([tmp_path / "broken.jsonl", tmp_path / "absent.jsonl"])
+
+
+def test_homes_are_given_for_16_bits_and_searched_for_4() -> None:
+    found, _ = contenders(["flexgen_h2o"], ["full"], [16, 4], True, {"percent": [0, 0, 100, 0, 100, 0]})
+    assert ["percent" in contender.options for contender in found] == [True, False]
+    with pytest.raises(UsageError, match="--percent places 16 bits"):
+        main(["sweep", "--bits", "4", "--percent", *"0 0 100 0 100 0".split()])
