@@ -152,7 +152,8 @@ def _budgets(axes: Any, rows: Sequence[Row]) -> None:
             color=palette[own[0][2].label],
             label=f"weights and KV in {bits} bits",
         )
-    axes.set(xlabel="KV cache kept (% of prompt + generated)", ylabel="tok/s", ylim=(0, None))
+    axes.set(xlabel="KV cache kept (% of prompt + generated)", ylabel="tok/s")
+    axes.set_ylim(0, 1.1 * max(row.rate or 0.0 for row in rows))
     _legend(axes)
 
 
