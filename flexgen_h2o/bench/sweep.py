@@ -20,7 +20,7 @@ from flexgen_h2o.model_config import ModelConfig, from_folder, published
 FIRST_BATCH = 8
 LEAST_GAIN = 1.05
 MOST_BATCH = 4096
-TOGETHER_SHARE = 0.6  # of the usable memory: what engines may take that are loaded at once
+TOGETHER_SHARE = 0.8  # of the usable memory: what engines may take that are loaded at once
 CLIMB, COMPARE = "climb", "compare"
 
 Record = dict[str, Any]
