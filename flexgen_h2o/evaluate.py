@@ -1,144 +1,90 @@
-"""`python -m flexgen_h2o.evaluate`: what eviction costs in quality, scored token by token through the cache."""
+"""`python -m flexgen_h2o.evaluate`: what eviction costs in quality, and what there is in attention to evict by."""
 
 import argparse
 import json
+import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
+from flexgen_h2o.cli import EXIT_OK, run_command, unwritable
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.evaluation.options import (
+    ANALYSE,
+    TASKS,
+    Options,
+    TaskOptions,
+    build_parser,
+    read_analysis,
+    read_comparison,
+    read_tasks,
+)
 
-TASKS = {
-    "perplexity": "of the text after a prompt, and agreement of the predictions with the full cache's",
-    "recall": "of passwords that the prompt told, by kind",
-    "agreement": "the same as perplexity",
-    "compare": "all of it",
-}
-DEFAULT_EVICTIONS, DEFAULT_BUDGETS = "full,h2o,sink,local", "0.2"
-DEFAULT_DOCUMENTS, DEFAULT_RECALL_DOCUMENTS, DEFAULT_ROWS = 200, 50, 32
-COMPRESSION = ("compress_weight", "compress_cache", "ring_16bit")
+COMMAND = "python -m flexgen_h2o.evaluate"
 
-EPILOG = """Policies: those of run's --eviction, and many that are there to compare with; an unknown one is answered
-with the list. The full cache that all are held against is never compressed."""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = Parser(prog="python -m flexgen_h2o.evaluate", description=__doc__, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("task", choices=TASKS, help="; ".join(f"{task}: {text}" for task, text in TASKS.items()))
-    parser.add_argument("--model", help="folder in Hugging Face format, or name (default: the demo model)")
-    parser.add_argument("--device", help="auto, cuda or cpu (default: auto)")
-    parser.add_argument("--dtype", help="auto (float32), float32, bfloat16 or float16 (default: auto)")
-    parser.add_argument("--eviction", help=f"policies, separated by commas (default: {DEFAULT_EVICTIONS})")
-    parser.add_argument("--budget", help=f"kept entries as shares of the prompt (default: {DEFAULT_BUDGETS})")
-    parser.add_argument("--documents", help=f"windows of text (default: {DEFAULT_DOCUMENTS})")
-    parser.add_argument(
-        "--recall-documents", help=f"documents per kind of recall (default: {DEFAULT_RECALL_DOCUMENTS})"
-    )
-    parser.add_argument("--text", metavar="FILE", help="text, or .npy of token ids, in place of the held-out text")
-    parser.add_argument("--prompt-len", help="tokens of a document that are computed in prefill (default: 384)")
-    parser.add_argument("--continuation-len", help="tokens that are scored, of a window of text (default: 128)")
-    parser.add_argument("--gpu-batch-size", help=f"documents that are scored together (default: {DEFAULT_ROWS})")
-    parser.add_argument("--compress-weight", action="store_true", help="weights in 4-bit groups")
-    parser.add_argument("--compress-cache", action="store_true", help="keys and values in 4-bit groups")
-    parser.add_argument("--ring-16bit", action="store_true", help="with --compress-cache: recent entries are not")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, the last line")
-    parser.add_argument("--plot", metavar="FILE", help="draw the result; needs matplotlib, the extra `plots`")
-    parser.add_argument("--record", metavar="FILE", help="append the result to this file, with versions and machine")
-    return parser
-
-
-@dataclass(frozen=True)
-class Options:
-    """Checked flags."""
-
-    device: str
-    dtype: str
-    evictions: list[str]
-    budgets: list[float]
-    sizes: dict[str, int]  # arguments of HeldoutSizes
-    rows: int
-    compression: dict[str, bool]  # fields of Policy
+Result = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
     """Runs the command. Raises UsageError with every mistake found."""
     args = build_parser().parse_args(argv)
-    options = _read(args)
-
-    from flexgen_h2o.evaluation.plots import check_plot, plot
-    from flexgen_h2o.evaluation.tables import table
-    from flexgen_h2o.records import append_record
-
-    if args.plot is not None and (problem := check_plot(args.plot)):
-        raise UsageError(problem)
-    name, rows = _evaluate(args, options)
-    result = {"model": name, "dtype": options.dtype, **options.compression, **options.sizes, "rows": rows}
+    work = {ANALYSE: _analyse_and_tell, TASKS: _run_tasks_and_tell}.get(args.task, _compare_and_tell)
+    result, text = work(args, argv)
     if args.record:
-        command = "python -m flexgen_h2o.evaluate " + " ".join(argv)
-        append_record(Path(args.record), {"name": f"evaluate {args.task}", "command": command, **result})
-    if args.plot is not None:
-        plot(rows, Path(args.plot), f"{name}, {options.sizes['prompt_len']} tokens of prompt")
-    print(json.dumps(result) if args.json else table(rows))
+        _record(args, argv, result)
+    print(json.dumps(result) if args.json else text)
     return EXIT_OK
 
 
-def _read(args: argparse.Namespace) -> Options:
-    """Checks the flags. Raises UsageError with every mistake found in them."""
-    flags = Flags(args)
-    judges_text, judges_recall = args.task != "recall", args.task in ("recall", "compare")
-    documents = flags.whole("--documents", 2) or DEFAULT_DOCUMENTS
-    recall_documents = flags.whole("--recall-documents", 1) or DEFAULT_RECALL_DOCUMENTS
-    options = Options(
-        device=flags.choice("--device", ("auto", "cuda", "cpu"), "auto"),
-        dtype=flags.choice("--dtype", ("auto", "float32", "bfloat16", "float16"), "auto").replace("auto", "float32"),
-        evictions=(DEFAULT_EVICTIONS if args.eviction is None else args.eviction).split(","),
-        budgets=_budgets(flags),
-        sizes={
-            "prompt_len": flags.whole("--prompt-len", 1) or 384,
-            "continuation_len": flags.whole("--continuation-len", 2) or 128,
-            "documents": documents if judges_text else 0,
-            "recall_documents": recall_documents if judges_recall else 0,
-        },
-        rows=flags.whole("--gpu-batch-size", 1) or DEFAULT_ROWS,
-        compression={name: getattr(args, name) for name in COMPRESSION},
-    )
-    if flags.problems:
-        raise UsageError(flags.problems)
-    return options
+def _record(args: argparse.Namespace, argv: list[str], result: Result) -> None:
+    from flexgen_h2o.records import append_record
+
+    append_record(Path(args.record), {"name": f"evaluate {args.task}", "command": _command(argv), **result})
 
 
-def _budgets(flags: Flags) -> list[float]:
-    budgets = []
-    for text in (flags.text("--budget") or DEFAULT_BUDGETS).split(","):
-        try:
-            budget = float(text)
-        except ValueError:
-            budget = 0.0
-        if not 0 < budget <= 1:
-            flags.problems.append(f"--budget has {text!r}; each must be a number above 0 and at most 1")
-        budgets.append(budget)
-    return budgets
+def _command(argv: list[str]) -> str:
+    return f"{COMMAND} {shlex.join(argv)}"
 
 
-def _evaluate(args: argparse.Namespace, options: Options) -> tuple[str, list[dict[str, Any]]]:
+def _check_plot(args: argparse.Namespace) -> list[str]:
+    """What keeps the asked-for plot from being drawn."""
+    from flexgen_h2o.evaluation.plots import check_plot
+
+    problem = None if args.plot is None else check_plot(args.plot)
+    return [] if problem is None else [problem]
+
+
+# --- policies side by side ---
+
+
+def _compare_and_tell(args: argparse.Namespace, argv: list[str]) -> tuple[Result, str]:
+    """The result, and a table of it."""
+    options = read_comparison(args)
+
+    from flexgen_h2o.evaluation.plots import plot
+    from flexgen_h2o.evaluation.tables import table
+
+    if problems := _check_plot(args):
+        raise UsageError(problems)
+    name, rows = _compare(args, options)
+    result = {"model": name, "dtype": options.model.dtype, **options.compression, **options.sizes, "rows": rows}
+    if args.plot is not None:
+        plot(rows, Path(args.plot), f"{name}, {options.sizes['prompt_len']} tokens of prompt")
+    return result, "" if args.json else table(rows)
+
+
+def _compare(args: argparse.Namespace, options: Options) -> tuple[str, list[Result]]:
     """The model's name and a row for each policy and budget."""
     from contextlib import ExitStack
-
-    from tqdm import tqdm
 
     from flexgen_h2o.evaluation.compare import compare, compression_problems, documents_to_score, make_cases
     from flexgen_h2o.evaluation.heldout import HeldoutSizes, heldout_set
     from flexgen_h2o.evaluation.scoring import Judge
     from flexgen_h2o.llm import LLM
 
-    def model(compression: dict[str, Any]) -> LLM:
-        return LLM(args.model, device=options.device, dtype=options.dtype, gpu_batch_size=options.rows, **compression)
-
     with ExitStack() as stack:
-        llm = stack.enter_context(model(options.compression))
+        llm = stack.enter_context(LLM(**asdict(options.model), **options.compression))
         sizes = HeldoutSizes(**options.sizes)
         length = sizes.prompt_len + sizes.continuation_len
         layers = llm.config.num_hidden_layers
@@ -148,11 +94,106 @@ def _evaluate(args: argparse.Namespace, options: Options) -> tuple[str, list[dic
         heldout = heldout_set(llm, sizes, args.text)
         judge = reference = Judge(llm, sizes.prompt_len)
         if any(options.compression.values()) and sizes.documents:
-            reference = Judge(stack.enter_context(model({})), sizes.prompt_len)
-        total = documents_to_score(cases, heldout, judge is reference)
-        is_quiet = not sys.stderr.isatty()
-        bar = stack.enter_context(tqdm(total=total, unit="document", file=sys.stderr, disable=is_quiet))
-        return llm.config.name, compare(cases, heldout, judge, reference, bar.update)
+            reference = Judge(stack.enter_context(LLM(**asdict(options.model))), sizes.prompt_len)
+        advance = stack.enter_context(_bar(documents_to_score(cases, heldout, judge is reference), "document"))
+        return llm.config.name, compare(cases, heldout, judge, reference, advance.update)
+
+
+def _bar(total: int, unit: str) -> Any:
+    """A progress bar on standard error, where that is a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+# --- what there is in attention ---
+
+
+def _analyse_and_tell(args: argparse.Namespace, argv: list[str]) -> tuple[Result, str]:
+    """The result, and a page of findings."""
+    options = read_analysis(args)
+
+    from flexgen_h2o.evaluation.analysis.catalogue import ANALYSES, chosen_analyses
+    from flexgen_h2o.evaluation.analysis.report import findings_page, plot
+
+    names = chosen_analyses(list(ANALYSES) if args.analyses is None else args.analyses.split(","))
+    problems = _check_plot(args)
+    if args.findings is not None and (problem := unwritable("--findings", Path(args.findings))):
+        problems.append(problem)
+    if problems:
+        raise UsageError(problems)
+    model, results = _analyse(args, options, names)
+    about = {"model": model, "dtype": options.model.dtype, **options.sizes, "budget": options.budgets[0]}
+    page = findings_page(results, {**about, "text": args.text or "held-out text"}, _analysis_commands(argv, names))
+    if args.findings is not None:
+        Path(args.findings).write_text(page, encoding="utf-8")
+    if args.plot is not None:
+        plot(results, Path(args.plot), f"{model}, {options.sizes['prompt_len']} tokens of prompt")
+    return {**about, "analyses": results}, page
+
+
+def _analysis_commands(argv: list[str], names: list[str]) -> dict[str, str]:
+    """The command of the whole run under "", and for each analysis the one that carries out no other."""
+    rest = _without(argv, "--findings", "--plot", "--record", "--analyses")
+    return {"": _command(argv), **{name: _command([*rest, "--analyses", name]) for name in names}}
+
+
+def _without(argv: list[str], *flags: str) -> list[str]:
+    """The words of a command line without some flags that take a value each."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in flags:
+            next(words, None)
+        elif word.split("=", 1)[0] not in flags:
+            kept.append(word)
+    return kept
+
+
+def _analyse(args: argparse.Namespace, options: Options, names: list[str]) -> tuple[str, dict[str, Result]]:
+    """The model's name and what each analysis finds."""
+    from flexgen_h2o.evaluation.analysis.catalogue import analyse, check_subject
+    from flexgen_h2o.evaluation.analysis.subject import Subject
+    from flexgen_h2o.evaluation.heldout import HeldoutSizes, heldout_set
+    from flexgen_h2o.evaluation.scoring import Judge
+    from flexgen_h2o.llm import LLM
+
+    with LLM(**asdict(options.model)) as llm, _bar(len(names), "analysis") as bar:
+        sizes = HeldoutSizes(**options.sizes)
+        heldout = heldout_set(llm, sizes, args.text)
+        subject = Subject(llm, Judge(llm, sizes.prompt_len), heldout.windows, options.budgets[0])
+        check_subject(names, subject)
+        return llm.config.name, analyse(names, subject, lambda name: bar.update())
+
+
+# --- tasks of lm-eval ---
+
+
+def _run_tasks_and_tell(args: argparse.Namespace, argv: list[str]) -> tuple[Result, str]:
+    """The result, and a table of it."""
+    options = read_tasks(args)
+
+    from flexgen_h2o.evaluation.tasks import check_lm_eval, task_table
+
+    if problem := check_lm_eval():
+        raise UsageError(problem)
+    name, rows = _run_tasks(options)
+    settings = {"limit": options.limit, "num_fewshot": options.fewshot, "budget_of": "context"}
+    result = {"model": name, "dtype": options.model.dtype, **options.compression, **settings, "rows": rows}
+    return result, task_table(rows)
+
+
+def _run_tasks(options: TaskOptions) -> tuple[str, list[Result]]:
+    """The model's name and a row for each policy and budget."""
+    from flexgen_h2o.evaluation.continuations import make_evictions
+    from flexgen_h2o.evaluation.lm_eval import evaluate_tasks, load_tasks
+    from flexgen_h2o.llm import LLM
+
+    evictions = make_evictions(options.evictions, options.budgets)
+    with LLM(**asdict(options.model), **options.compression) as llm:
+        manager = load_tasks(options.tasks, options.include_path)
+        settings = (options.tasks, manager, options.limit, options.fewshot)
+        return llm.config.name, [evaluate_tasks(llm, eviction, *settings) for eviction in evictions]
 
 
 if __name__ == "__main__":

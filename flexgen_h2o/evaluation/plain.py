@@ -6,7 +6,7 @@ attention after the prompt goes token by token, since what a policy keeps depend
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -156,6 +156,22 @@ class PlainModel:
         return Workspace(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
 
+def walk(attention: LayerAttention, policy: PlainPolicy) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Has every token after the prompt attend to what the policy allows it.
+
+    Yields: (its column; what it may attend to, bool; its weights, float32), both [rows, heads, column + 1].
+    """
+    prompt_len, columns = attention.prompt_len, attention.keys.shape[2]
+    policy.begin(attention)
+    logits = (attention.queries[:, :, prompt_len:] @ attention.keys.transpose(2, 3)).float()
+    for step, column in enumerate(range(prompt_len, columns)):
+        seen = logits[:, :, step, : column + 1]
+        allowed = policy.allowed(column, seen)
+        weights = seen.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+        policy.observe(column, weights)
+        yield column, allowed, weights
+
+
 def _decode(attention: LayerAttention, values: Tensor, policy: PlainPolicy) -> Tensor:
     """Attention of every token after the prompt to what the policy allows it.
 
@@ -163,14 +179,8 @@ def _decode(attention: LayerAttention, values: Tensor, policy: PlainPolicy) -> T
         values: [rows, heads, columns, head_dim].
     Returns: [rows, heads, columns after the prompt, head_dim].
     """
-    prompt_len = attention.prompt_len
-    columns = values.shape[2]
-    policy.begin(attention)
-    logits = (attention.queries[:, :, prompt_len:] @ attention.keys.transpose(2, 3)).float()
-    weights = torch.zeros_like(logits)
-    for step, column in enumerate(range(prompt_len, columns)):
-        seen = logits[:, :, step, : column + 1]
-        now = seen.masked_fill(~policy.allowed(column, seen), -torch.inf).softmax(dim=-1)
-        weights[:, :, step, : column + 1] = now
-        policy.observe(column, now)
+    rows, heads, columns, _ = values.shape
+    weights = torch.zeros(rows, heads, columns - attention.prompt_len, columns, device=values.device)
+    for column, _, now in walk(attention, policy):
+        weights[:, :, column - attention.prompt_len, : column + 1] = now
     return weights.to(values.dtype) @ values

@@ -25,24 +25,31 @@ def check_plot(path: str) -> str | None:
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     """Draws a panel for everything in the rows: a line for each policy, bars of one standard error. Writes a file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     drawn = panels(rows)
-    across = min(PANELS_IN_A_ROW, len(drawn))
-    down = -(-len(drawn) // across)
-    figure = Figure(figsize=(PANEL_INCHES * across, PANEL_INCHES * down), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(down, across, squeeze=False).flatten()
-    for axes, (label, points) in zip(grid, drawn.items(), strict=False):
+    figure, grid = new_figure(len(drawn))
+    for axes, (label, points) in zip(grid, drawn.items(), strict=True):
         _draw(axes, points)
         axes.set(xlabel="entries kept per layer and head", ylabel=label)
-    for unused in grid[len(drawn) :]:
-        unused.remove()
     handles, names = grid[0].get_legend_handles_labels()
+    across = min(PANELS_IN_A_ROW, len(drawn))
     figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 2 * across))
     figure.suptitle(title)
     figure.savefig(path)
+
+
+def new_figure(count: int) -> tuple[Any, list[Any]]:
+    """An empty figure of matplotlib, and axes for `count` panels (1 or more)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    across = min(PANELS_IN_A_ROW, count)
+    down = -(-count // across)
+    figure = Figure(figsize=(PANEL_INCHES * across, PANEL_INCHES * down), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = list(figure.subplots(down, across, squeeze=False).flatten())
+    for unused in grid[count:]:
+        unused.remove()
+    return figure, grid[:count]
 
 
 def panels(rows: Sequence[Row]) -> dict[str, Points]:

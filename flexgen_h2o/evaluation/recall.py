@@ -43,6 +43,11 @@ gate door key box bag cup plate knife spoon fork bottle barrel basket blanket pi
 parlour green red blue yellow white black purple brown seven nine twelve twenty
 """
 
+# Around a name, and a password.
+STATEMENT = ("Remember: the password of", " is")
+QUESTION = ("Question: what is the password of", "? Answer: the password of", " is")
+END = ".\n"
+
 FACTS_PER_DOCUMENT = 3
 WORDS_PER_PASSWORD = 3
 SHORT_FILLER, LONG_FILLER = 6, 18  # tokens of text between questions, in the prompt and after it
@@ -64,6 +69,14 @@ class RecallSet:
         """Share of each document's questions whose answer was right in every word: [documents] float64."""
         right = [scores.correct[:, [column - prompt_len for column in answer]].all(dim=1) for answer in self.answers]
         return torch.stack(right).double().mean(dim=0)
+
+
+def passage(text: NDArray[np.int64], count: int, newline: int, numbers: random.Random) -> list[int]:
+    """`count` tokens of running text, the last of them a line end; from the start of a line if one is near."""
+    start = numbers.randrange(len(text) - count - 200)
+    near = np.flatnonzero(text[start : start + 60] == newline)
+    start += int(near[0]) + 1 if len(near) else 0
+    return [*text[start : start + count - 1].tolist(), newline]
 
 
 class RecallWriter:
@@ -122,19 +135,15 @@ class RecallWriter:
         return self._random.sample(facts, len(facts))
 
     def _statement(self, name: list[int], password: list[int]) -> list[int]:
-        return self._encode("Remember: the password of") + name + self._encode(" is") + password + self._end()
+        before, between = map(self._encode, STATEMENT)
+        return before + name + between + password + self._end()
 
     def _question(self, name: list[int], password: list[int]) -> list[int]:
-        asking = self._encode("Question: what is the password of") + name
-        answering = self._encode("? Answer: the password of") + name + self._encode(" is")
-        return asking + answering + password + self._end()
+        asking, answering, between = map(self._encode, QUESTION)
+        return asking + name + answering + name + between + password + self._end()
 
     def _end(self) -> list[int]:
-        return self._encode(".\n")
+        return self._encode(END)
 
     def _filler(self, count: int) -> list[int]:
-        """`count` tokens of running text, the last of them a line end; from the start of a line if one is near."""
-        start = self._random.randrange(len(self._text) - count - 200)
-        near = np.flatnonzero(self._text[start : start + 60] == self._newline)
-        start += int(near[0]) + 1 if len(near) else 0
-        return [*self._text[start : start + count - 1].tolist(), self._newline]
+        return passage(self._text, count, self._newline, self._random)

@@ -4,7 +4,7 @@ A model's likelihood of a text is usually computed in one pass, in which nothing
 is computed in one pass; what follows is fed a token at a time, as in generation, so that eviction acts on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from flexgen_h2o.engine import Engine, PromptBlock
 from flexgen_h2o.evaluation.plain import PlainModel, PlainPolicy, PlainPrompt
 from flexgen_h2o.kvcache.eviction import EvictionRule
+from flexgen_h2o.layers import Parameters
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.runtime import RunSizes
 from flexgen_h2o.schedule import OUTER
@@ -111,6 +112,19 @@ def feed(engine: Engine, documents: Tensor, prompt_len: int, notes: Notes) -> No
     engine.run(prompts, documents.shape[1] - prompt_len, notes)
 
 
+def plain_model(
+    llm: LLM, change: Callable[[int, Parameters], Parameters] = lambda layer, parameters: parameters
+) -> PlainModel:
+    """A model on the plain path; its weights are in memory.
+
+    Args:
+        change: what a layer, by its number, has in place of its parameters.
+    """
+    weights = llm.load().weights
+    pages = [change(layer, weights.page(layer)) for layer in range(llm.config.num_hidden_layers)]
+    return PlainModel(llm.config, weights.page(OUTER), pages, llm.device)
+
+
 class Judge:
     """Scores batches of documents under one policy after the other.
 
@@ -137,6 +151,10 @@ class Judge:
         self._feed(policy, documents, notes)
         return notes.scores
 
+    def score_all(self, policy: EvictionRule | PlainPolicy, documents: Tensor) -> ContinuationScores:
+        """Scores any number of documents, [documents, length] int64, batch by batch."""
+        return join([self.score(policy, batch) for batch in documents.split(self.rows)])
+
     def reference(self, rule: EvictionRule, documents: Tensor) -> tuple[ContinuationScores, Tensor]:
         """Scores of a batch, which agree with themselves, and the log-probabilities to hold others against."""
         notes = Notes(documents[:, self.prompt_len :], keep=True)
@@ -156,9 +174,7 @@ class Judge:
 
     def _plain_model(self) -> PlainModel:
         if self._plain is None:
-            weights = self._llm.load().weights
-            pages = [weights.page(layer) for layer in range(self._llm.config.num_hidden_layers)]
-            self._plain = PlainModel(self._llm.config, weights.page(OUTER), pages, self._llm.device)
+            self._plain = plain_model(self._llm)
         return self._plain
 
     def _computed(self, documents: Tensor) -> PlainPrompt:

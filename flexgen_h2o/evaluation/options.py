@@ -1,0 +1,253 @@
+"""Flags of `python -m flexgen_h2o.evaluate`, and what they ask for once they have been checked."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from flexgen_h2o.cli import Flags, Parser
+from flexgen_h2o.errors import UsageError
+
+COMPARISONS = {
+    "perplexity": "of the text after a prompt, and agreement of the predictions with the full cache's",
+    "recall": "of passwords that the prompt told, by kind",
+    "agreement": "the same as perplexity",
+    "compare": "all of it",
+}
+ANALYSE, TASKS = "analyse", "tasks"
+OTHERS = {
+    ANALYSE: "what the H2O paper found in attention, looked for in this model",
+    TASKS: "accuracy on tasks of lm-eval, scored through the evicting cache",
+}
+DEFAULT_EVICTIONS, DEFAULT_BUDGETS = "full,h2o,sink,local", "0.2"
+DEFAULT_TASK_EVICTIONS = "full,h2o,local"
+PAPER_TASKS = "copa,mathqa,openbookqa,piqa,rte,winogrande"
+DEFAULT_DOCUMENTS, DEFAULT_RECALL_DOCUMENTS, DEFAULT_ROWS = 200, 50, 32
+DEFAULT_ANALYSED = 32  # windows of text
+DEFAULT_PROMPT, DEFAULT_CONTINUATION = 384, 128
+COMPRESSION = ("compress_weight", "compress_cache", "ring_16bit")
+
+POLICIES_EPILOG = """Policies: those of run's --eviction, and many that are there to compare with; an unknown one is
+answered with the list. The full cache that all are held against is never compressed."""
+TASKS_EPILOG = """An answer is scored token by token, and so is the last token of its context, so that eviction acts on
+all of it. A task's data comes from the network unless it was fetched before."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = Parser(
+        prog="python -m flexgen_h2o.evaluate", description="What eviction costs in quality.", allow_abbrev=False
+    )
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK", parser_class=Parser)
+    for name, text in COMPARISONS.items():
+        comparison = tasks.add_parser(name, help=text, description=text, epilog=POLICIES_EPILOG, allow_abbrev=False)
+        _add_model(comparison)
+        _add_text(comparison, DEFAULT_DOCUMENTS)
+        _add_comparison(comparison)
+        _add_output(comparison)
+    analysis = tasks.add_parser(ANALYSE, help=OTHERS[ANALYSE], description=OTHERS[ANALYSE], allow_abbrev=False)
+    _add_model(analysis)
+    _add_text(analysis, DEFAULT_ANALYSED)
+    _add_analysis(analysis)
+    _add_output(analysis)
+    harness = tasks.add_parser(
+        TASKS, help=OTHERS[TASKS], description=OTHERS[TASKS], epilog=TASKS_EPILOG, allow_abbrev=False
+    )
+    _add_model(harness)
+    _add_harness(harness)
+    _add_output(harness, plots=False)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder in Hugging Face format, or name (default: the demo model)")
+    parser.add_argument("--device", help="auto, cuda or cpu (default: auto)")
+    parser.add_argument("--dtype", help="auto (float32), float32, bfloat16 or float16 (default: auto)")
+    parser.add_argument("--gpu-batch-size", help=f"documents that are scored together (default: {DEFAULT_ROWS})")
+
+
+def _add_text(parser: argparse.ArgumentParser, documents: int) -> None:
+    parser.add_argument("--documents", help=f"windows of text (default: {documents})")
+    parser.add_argument("--text", metavar="FILE", help="text, or .npy of token ids, in place of the held-out text")
+    parser.add_argument(
+        "--prompt-len", help=f"tokens of a document that are computed in prefill (default: {DEFAULT_PROMPT})"
+    )
+    parser.add_argument(
+        "--continuation-len", help=f"tokens that are scored, of a window of text (default: {DEFAULT_CONTINUATION})"
+    )
+
+
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--eviction", help=f"policies, separated by commas (default: {DEFAULT_EVICTIONS})")
+    parser.add_argument("--budget", help=f"kept entries as shares of the prompt (default: {DEFAULT_BUDGETS})")
+    parser.add_argument(
+        "--recall-documents", help=f"documents per kind of recall (default: {DEFAULT_RECALL_DOCUMENTS})"
+    )
+    _add_compression(parser)
+
+
+def _add_compression(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compress-weight", action="store_true", help="weights in 4-bit groups")
+    parser.add_argument("--compress-cache", action="store_true", help="keys and values in 4-bit groups")
+    parser.add_argument("--ring-16bit", action="store_true", help="with --compress-cache: recent entries are not")
+
+
+def _add_analysis(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--analyses", help="those to carry out, separated by commas (default: all)")
+    parser.add_argument("--budget", help=f"kept entries as a share of the prompt (default: {DEFAULT_BUDGETS})")
+    parser.add_argument("--findings", metavar="FILE.md", help="write what was found beside what the paper says")
+
+
+def _add_harness(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tasks", help=f"of lm-eval, separated by commas (default: {PAPER_TASKS})")
+    parser.add_argument("--include-path", metavar="FOLDER", help="tasks of your own, in lm-eval's YAML format")
+    parser.add_argument("--limit", help="documents of each task (default: all)")
+    parser.add_argument("--num-fewshot", help="examples before each question (default: as the task says)")
+    parser.add_argument("--eviction", help=f"policies, separated by commas (default: {DEFAULT_TASK_EVICTIONS})")
+    parser.add_argument("--budget", help=f"kept entries as shares of a question's context (default: {DEFAULT_BUDGETS})")
+    _add_compression(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser, plots: bool = True) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object, the last line")
+    if plots:
+        parser.add_argument("--plot", metavar="FILE", help="draw the result; needs matplotlib, the extra `plots`")
+    parser.add_argument("--record", metavar="FILE", help="append the result to this file, with versions and machine")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and where and how it is computed. The fields are LLM's arguments."""
+
+    model: str | None
+    device: str
+    dtype: str
+    gpu_batch_size: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked flags of a comparison, or of an analysis, which has one budget and no compression.
+
+    Attributes:
+        sizes: arguments of HeldoutSizes.
+        compression: fields of Policy.
+    """
+
+    model: ModelOptions
+    evictions: list[str]
+    budgets: list[float]
+    sizes: dict[str, int]
+    compression: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Checked flags of `tasks`.
+
+    Attributes:
+        fewshot: None to leave it to the task. limit: None for all documents.
+    """
+
+    model: ModelOptions
+    tasks: list[str]
+    include_path: str | None
+    limit: int | None
+    fewshot: int | None
+    evictions: list[str]
+    budgets: list[float]
+    compression: dict[str, Any]
+
+
+def read_comparison(args: argparse.Namespace) -> Options:
+    """Flags of a comparison. Raises UsageError with every mistake found in them."""
+    flags = Flags(args)
+    judges_text, judges_recall = args.task != "recall", args.task in ("recall", "compare")
+    documents = flags.whole("--documents", 2) or DEFAULT_DOCUMENTS
+    recall_documents = flags.whole("--recall-documents", 1) or DEFAULT_RECALL_DOCUMENTS
+    options = Options(
+        model=_model(flags),
+        evictions=_names(flags, "--eviction", DEFAULT_EVICTIONS),
+        budgets=_budgets(flags),
+        sizes={
+            **_lengths(flags),
+            "documents": documents if judges_text else 0,
+            "recall_documents": recall_documents if judges_recall else 0,
+        },
+        compression={name: getattr(args, name) for name in COMPRESSION},
+    )
+    _finish(flags)
+    return options
+
+
+def read_analysis(args: argparse.Namespace) -> Options:
+    """Flags of an analysis. Raises UsageError with every mistake found in them."""
+    flags = Flags(args)
+    documents = flags.whole("--documents", 2) or DEFAULT_ANALYSED
+    options = Options(
+        model=_model(flags),
+        evictions=[],
+        budgets=_budgets(flags),
+        sizes={**_lengths(flags), "documents": documents, "recall_documents": 0},
+        compression={},
+    )
+    if len(options.budgets) > 1:
+        flags.problems.append(f"--budget has {len(options.budgets)} numbers; an analysis takes one")
+    _finish(flags)
+    return options
+
+
+def read_tasks(args: argparse.Namespace) -> TaskOptions:
+    """Flags of `tasks`. Raises UsageError with every mistake found in them."""
+    flags = Flags(args)
+    options = TaskOptions(
+        model=_model(flags),
+        tasks=_names(flags, "--tasks", PAPER_TASKS),
+        include_path=flags.text("--include-path"),
+        limit=flags.whole("--limit", 1),
+        fewshot=flags.whole("--num-fewshot", 0),
+        evictions=_names(flags, "--eviction", DEFAULT_TASK_EVICTIONS),
+        budgets=_budgets(flags),
+        compression={name: getattr(args, name) for name in COMPRESSION},
+    )
+    _finish(flags)
+    return options
+
+
+def _model(flags: Flags) -> ModelOptions:
+    return ModelOptions(
+        model=flags.text("--model"),
+        device=flags.choice("--device", ("auto", "cuda", "cpu"), "auto"),
+        dtype=flags.choice("--dtype", ("auto", "float32", "bfloat16", "float16"), "auto").replace("auto", "float32"),
+        gpu_batch_size=flags.whole("--gpu-batch-size", 1) or DEFAULT_ROWS,
+    )
+
+
+def _lengths(flags: Flags) -> dict[str, int]:
+    return {
+        "prompt_len": flags.whole("--prompt-len", 1) or DEFAULT_PROMPT,
+        "continuation_len": flags.whole("--continuation-len", 2) or DEFAULT_CONTINUATION,
+    }
+
+
+def _names(flags: Flags, flag: str, default: str) -> list[str]:
+    """Names that are separated by commas."""
+    text = flags.text(flag)
+    return (default if text is None else text).split(",")
+
+
+def _budgets(flags: Flags) -> list[float]:
+    budgets = []
+    for text in (flags.text("--budget") or DEFAULT_BUDGETS).split(","):
+        try:
+            budget = float(text)
+        except ValueError:
+            budget = 0.0
+        if not 0 < budget <= 1:
+            flags.problems.append(f"--budget has {text!r}; each must be a number above 0 and at most 1")
+        budgets.append(budget)
+    return budgets
+
+
+def _finish(flags: Flags) -> None:
+    if flags.problems:
+        raise UsageError(flags.problems)

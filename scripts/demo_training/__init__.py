@@ -1,0 +1,1 @@
+"""How the demo model is trained; scripts/train_demo.py is the command."""
