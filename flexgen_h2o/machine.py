@@ -18,8 +18,12 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def usable_memory() -> int:
-    """Bytes that this process may hold in all: what it holds already, plus what the machine or its cgroup has left."""
-    own = resident_bytes()
+    """Bytes that this process may hold in all: what it holds already, plus what the machine or its cgroup has left.
+
+    Pages of files that it has mapped, its libraries' code above all, count among what is left: they are in the page
+    cache. Of what may be held they take their part; without them the process would wait for its own code.
+    """
+    own = anonymous_bytes()
     machine = psutil.virtual_memory().available + own
     return min([machine, *(free + own for free in _cgroup_free())])
 
@@ -27,6 +31,12 @@ def usable_memory() -> int:
 def resident_bytes() -> int:
     """What this process holds now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def anonymous_bytes() -> int:
+    """What this process holds now but pages of files."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def peak_resident_bytes() -> int:

@@ -27,7 +27,6 @@ BLOCK_ROWS = (32, 64, 128, 256)
 NEARLY = 1.03
 MOST_AT_ONCE = BATCH_SIZES[-1]  # rows of a sub-batch
 USED_BEFORE = ("process baseline", "weights", "temporaries")  # memory that prefill does not find new
-SEARCHED_FIELDS = ("gpu_batch_size", "num_gpu_batches", "percent")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,9 @@ def _equal_part(count: int, most: int) -> int:
 
 
 def _fits(llm: LLM, work: Workload, policy: Policy) -> bool:
-    """Whether all of a policy is within the budgets."""
+    """Whether all of a policy is within the budgets. A block is never larger than all prompts together."""
+    if work.num_prompts is not None and work.num_prompts < policy.block_rows:
+        policy = _smaller(policy, max(1, work.num_prompts))
     peaks = MemoryPlan(_job(llm, work, llm.device.type), policy).peaks()
     return all(budget is None or peaks[tier] <= USED_SHARE * budget for tier, budget in llm.platform.budgets.items())
 
@@ -122,10 +123,12 @@ def _searched(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hard
     """The policy that the search finds for a machine's rates."""
     decode_rows: int | None = given.get("decode_batch_size")
     sizes = _batch_sizes(work.num_prompts)
-    if decode_rows is not None:  # which groups are made of
+    if "gpu_batch_size" in given:
+        sizes = [min(given["gpu_batch_size"], work.num_prompts or given["gpu_batch_size"])]
+    elif decode_rows is not None:  # groups are made of whole sub-batches
         sizes = [size for size in sizes if decode_rows % size == 0]
     choices = Choices(
-        gpu_batch_size=(given["gpu_batch_size"],) if "gpu_batch_size" in given else sizes,
+        gpu_batch_size=sizes,
         num_gpu_batches=given.get("num_gpu_batches"),
         cpu_cache_compute=(given["cpu_cache_compute"],) if "cpu_cache_compute" in given else (False, True),
         compress_weight=(llm.policy.compress_weight,),  # they change what the model says: never by themselves
@@ -141,14 +144,15 @@ def _searched(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hard
             f"--decode-batch-size {decode_rows} is larger than the block of {found.block_rows} rows that is planned;"
             " lower it, or leave it out"
         )
-    return replace(found, **{name: value for name, value in given.items() if name not in SEARCHED_FIELDS})
+    return replace(found, **given)
 
 
 def _budgets(llm: LLM, hardware: Hardware) -> Budgets:
     """Bytes by tier that a plan may take: as asked for, else as the machine has them."""
     found: dict[Tier, float | None] = {}
     for tier in TIERS:
-        budget = llm.platform.budgets.get(tier) or hardware.memory.get(tier)
+        asked = llm.platform.budgets.get(tier)
+        budget = hardware.memory.get(tier) if asked is None else asked
         found[tier] = None if budget is None else USED_SHARE * budget
     return found
 

@@ -18,6 +18,7 @@ from flexgen_h2o import machine as machine_module
 from flexgen_h2o.machine import peak_resident_bytes, usable_memory
 
 OWN = 100  # bytes that the process holds, in what follows
+OF_FILES = 30  # and of files that it has mapped: they count among those that are left already
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     def path(name: str) -> Path:
         return tmp_path / "membership" if name == "/proc/self/cgroup" else Path(name)
 
-    own = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=OWN))
+    own = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=OWN + OF_FILES, shared=OF_FILES))
     monkeypatch.setattr(machine_module, "Path", path)
     monkeypatch.setattr(machine_module.psutil, "Process", lambda: own)
     monkeypatch.setattr(machine_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
@@ -203,13 +204,14 @@ def never_load(monkeypatch: pytest.MonkeyPatch) -> None:
 TOO_LARGE = (
     "--model opt-125m --dummy-weights --dtype float32 --prompt-len 300 --gen-len 8 --eviction full --cpu-mem 1.2"
 )
+IN_MEMORY = "--percent 100 0 100 0 100 0".split()
 
 
 @pytest.mark.parametrize("sizes", ["1 64", "8 8", "3 20"])
 def test_too_little_memory_is_refused_before_loading_with_a_placement_that_fits(sizes: str, never_load: None) -> None:
     rows, count = sizes.split()
     blocks = ("--gpu-batch-size", rows, "--num-gpu-batches", count)
-    (problem,) = refused(*TOO_LARGE.split(), *blocks)
+    (problem,) = refused(*TOO_LARGE.split(), *blocks, *IN_MEMORY)
     assert "opt-125m with --percent 100 0 100 0 100 0 needs " in problem and "1.20 GB can be used" in problem
     advice = re.search(r"--percent ([\d .]+) would fit", problem).group(1).split()
     assert len(advice) == 6
@@ -218,7 +220,7 @@ def test_too_little_memory_is_refused_before_loading_with_a_placement_that_fits(
 
 
 def test_where_no_placement_fits_a_block_is_named_that_does(never_load: None) -> None:
-    argv = [*TOO_LARGE.split(), "--disk-mem", "0", "--gpu-batch-size", "64"]
+    argv = [*TOO_LARGE.split(), *IN_MEMORY, "--disk-mem", "0", "--gpu-batch-size", "64"]
     (problem,) = refused(*argv)
     advice = problem.split("(")[-1].split(")")[0].split()
     assert advice[::2] == ["--gpu-batch-size", "--num-gpu-batches"]
@@ -227,7 +229,8 @@ def test_where_no_placement_fits_a_block_is_named_that_does(never_load: None) ->
 
 
 def test_a_model_of_which_not_one_row_fits_is_refused_with_other_ways_out(never_load: None) -> None:
-    (problem,) = refused(*"--model opt-175b --dummy-weights --cpu-mem 3 --gpu-mem 1 --disk-mem 0".split())
+    argv = "--model opt-175b --dummy-weights --cpu-mem 3 --gpu-mem 1 --disk-mem 0".split()
+    (problem,) = refused(*argv, *IN_MEMORY)
     assert "opt-175b with" in problem and "needs 3" in problem
     assert "4.00 GB can be used" in problem and "smaller model" in problem
 
@@ -240,6 +243,7 @@ def test_a_block_is_charged_for_the_prompts_there_are(tmp_path: Path, never_load
 
 def test_a_refusal_does_not_take_the_square_of_the_block(never_load: None) -> None:
     argv = "--model opt-125m --dummy-weights --gpu-batch-size 1 --num-gpu-batches 2000 --prompt-len 4 --cpu-mem 0.7"
+    argv += " --percent 100 0 100 0 100 0"
     started = time.process_time()
     refused(*argv.split())
     assert time.process_time() - started < 6

@@ -7,7 +7,7 @@ the program stays linear (Charnes & Cooper 1962). With y free it finds the best 
 size in a range; with y fixed, the best shares for one size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,11 +74,13 @@ class Program:
 
     Args:
         budgets: bytes by tier; None or absent for no limit.
+        on_disk: what may be there: some of PARTS.
     """
 
     model: TimeModel
     candidate: Candidate
     budgets: Mapping[Tier, float | None]
+    on_disk: Sequence[str] = PARTS
 
     @property
     def job(self) -> Job:
@@ -151,6 +153,8 @@ class Program:
             problem += pulp.lpSum(shares[part, tier] for tier in range(3)) == (inverse if part == "weights" else 1)
             if self.job.joint:
                 problem += shares[part, 1] == 0
+            if part not in self.on_disk:
+                problem += shares[part, 2] == 0
 
     # --- terms, found by asking what each share costs alone ---
 

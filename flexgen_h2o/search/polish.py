@@ -4,12 +4,13 @@ A linear program knows shares only: what rounding leaves over of a budget, or ta
 by policy, with the times and bytes that these really have.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.cost_model import TimeModel
+from flexgen_h2o.search.lp import PARTS
 from flexgen_h2o.search.predict import Budgets, Found, predict, seconds_per_token
 from flexgen_h2o.search.sizes import MemoryPlan
 
@@ -18,23 +19,34 @@ LEAST_GAIN = 1e-6
 MOST_TRIES = 5000
 
 
-def polish(
-    model: TimeModel, budgets: Budgets, found: Found, may_resize: bool, most_rows: int, deeply: bool = False
-) -> Found:
+@dataclass(frozen=True)
+class Freedom:
+    """What steps may change.
+
+    Attributes:
+        may_resize: the number of sub-batches, up to `most_rows` rows.
+        on_disk: what may go to disk: some of PARTS.
+    """
+
+    may_resize: bool
+    most_rows: int
+    on_disk: Sequence[str] = PARTS
+
+
+def polish(model: TimeModel, budgets: Budgets, found: Found, freedom: Freedom, deeply: bool = False) -> Found:
     """The best that steps lead to: a share moved from one tier to another, a few sub-batches more or fewer.
 
     Args:
-        may_resize: whether the number of sub-batches may change, up to `most_rows` rows.
         deeply: take two steps at once too, of which one makes room for the other.
     """
     policy, seconds, tries = found.policy, found.seconds_per_token, 0
     step = FIRST_STEP
     while step >= LAST_STEP and tries < MOST_TRIES:
         better = None
-        for neighbour in _neighbours(policy, step, may_resize, model.job.joint, deeply):
+        for neighbour in _neighbours(policy, step, freedom, model.job.joint, deeply):
             plan = MemoryPlan(model.job, neighbour)
             tries += 1
-            if neighbour.block_rows > max(most_rows, policy.block_rows) or not _fits(plan, budgets):
+            if neighbour.block_rows > max(freedom.most_rows, policy.block_rows) or not _fits(plan, budgets):
                 continue
             tried = seconds_per_token(model, plan)
             if tried < seconds * (1 - LEAST_GAIN):
@@ -52,15 +64,15 @@ def _fits(plan: MemoryPlan, budgets: Budgets) -> bool:
     return all(budget is None or peaks[tier] <= budget for tier, budget in budgets.items())
 
 
-def _neighbours(policy: Policy, step: float, may_resize: bool, joint: bool, deeply: bool) -> Iterator[Policy]:
-    sizes = list(_sizes(policy, step)) if may_resize else [policy]
+def _neighbours(policy: Policy, step: float, freedom: Freedom, joint: bool, deeply: bool) -> Iterator[Policy]:
+    sizes = list(_sizes(policy, step)) if freedom.may_resize else [policy]
     for sized in sizes:
-        for percent in (policy.percent, *_percents(policy.percent, step, joint)):
+        for percent in (policy.percent, *_percents(policy.percent, step, freedom.on_disk, joint)):
             yield replace(sized, percent=percent)
     if deeply:
-        for one in _percents(policy.percent, step, joint):
+        for one in _percents(policy.percent, step, freedom.on_disk, joint):
             for other in (step, step / 4):
-                for percent in _percents(one, other, joint):
+                for percent in _percents(one, other, freedom.on_disk, joint):
                     yield replace(policy, percent=percent)
 
 
@@ -79,11 +91,11 @@ def _sizes(policy: Policy, step: float) -> Iterator[Policy]:
             yield replace(sized, decode_batch_size=None if rows == sized.group_rows else rows)
 
 
-def _percents(percent: Percent, step: float, joint: bool) -> Iterator[Percent]:
+def _percents(percent: Percent, step: float, on_disk: Sequence[str], joint: bool) -> Iterator[Percent]:
     """What comes of moving up to `step` per cent of one thing from one tier to another."""
     values = percent.values
-    tiers = (0, 2) if joint else (0, 1, 2)
-    for first in (0, 2, 4):
+    for part, first in zip(PARTS, (0, 2, 4), strict=True):
+        tiers = [0, *([] if joint else [1]), *([2] if part in on_disk else [])]
         shares = (values[first], values[first + 1], round(100 - values[first] - values[first + 1], 6))
         for source in tiers:
             for target in tiers:

@@ -16,8 +16,8 @@ from flexgen_h2o.placement import Percent, Shares, Tier
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.cost_model import TimeModel
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.lp import Candidate, Optimum, Program
-from flexgen_h2o.search.polish import polish
+from flexgen_h2o.search.lp import PARTS, Candidate, Optimum, Program
+from flexgen_h2o.search.polish import Freedom, polish
 from flexgen_h2o.search.predict import Budgets, Found, predict
 from flexgen_h2o.search.sizes import Job, MemoryPlan
 from flexgen_h2o.units import GB
@@ -30,6 +30,7 @@ CLOSE = 0.005  # to the bound: good enough
 DEEP = 3  # policies that are improved further, if none is
 STARTS = (1.0, 0.9)
 DISK_GAIN = 1.1
+LESS_ON_DISK: tuple[tuple[str, ...], ...] = ((), ("weights",), ("weights", "cache"))
 ROUNDING = 0.05  # that whole tensors may need more than shares
 GAP = 1e-4  # a bound that promises less than this more is not looked into
 
@@ -42,6 +43,7 @@ class Choices:
         num_gpu_batches: None for any.
         cpu_cache_compute, compress_weight, compress_cache: both, or one of them.
         most_rows: of all blocks together: how many prompts there are. None for any number.
+        on_disk: what may be there: some of lp.PARTS.
     """
 
     gpu_batch_size: Sequence[int] = BATCH_SIZES
@@ -51,6 +53,7 @@ class Choices:
     compress_cache: Sequence[bool] = (False,)
     ring_16bit: bool = False
     most_rows: int | None = None
+    on_disk: Sequence[str] = PARTS
 
 
 def search(model: TimeModel, budgets: Budgets, choices: Choices | None = None) -> Found:
@@ -64,23 +67,24 @@ def search(model: TimeModel, budgets: Budgets, choices: Choices | None = None) -
     least, most = _range(choices)
     bounds: list[tuple[float, int, Program]] = []
     for index, candidate in enumerate(_candidates(model.job, choices)):
-        program = Program(model, candidate, budgets)
+        program = Program(model, candidate, budgets, choices.on_disk)
         optimum = program.solve(least, max(least, most // candidate.policy.gpu_batch_size))
         if optimum is not None:
             bounds.append((optimum.seconds / candidate.policy.gpu_batch_size, index, program))
     may_resize = choices.num_gpu_batches is None
+    freedom = Freedom(may_resize, most, choices.on_disk)
     found: list[Found] = []
     for bound, _, program in sorted(bounds, key=lambda entry: entry[:2]):
         best = min(found, key=_seconds, default=None)
         if best is not None and best.seconds_per_token * model.job.gen_len <= bound * (1 + GAP):
             break
         starts = (_start(program, least, most, part) for part in (STARTS if may_resize else STARTS[:1]))
-        found += [polish(model, budgets, start, may_resize, most) for start in starts if start is not None]
+        found += [polish(model, budgets, start, freedom) for start in starts if start is not None]
     if not found:
         raise UsageError(_what_is_missing(model, budgets, choices))
     found.sort(key=_seconds)
     if found[0].seconds_per_token * model.job.gen_len > (1 + CLOSE) * min(bound for bound, _, _ in bounds):
-        found += [polish(model, budgets, each, may_resize, most, deeply=True) for each in found[:DEEP]]
+        found += [polish(model, budgets, each, freedom, deeply=True) for each in found[:DEEP]]
     return min(found, key=_seconds)
 
 
@@ -91,24 +95,26 @@ def _seconds(found: Found) -> float:
 def find(model: TimeModel, budgets: Budgets, choices: Choices | None = None, uses_disk: bool = True) -> Found:
     """search(), with a budget of the disk's that nobody has asked to be used.
 
-    Then the disk is used only where nothing fits without it, or where it gains more than a tenth: its rate varies more
-    than any other, and what a search wins on paper by a disk that is just fast enough is soon lost.
+    Then as little as can be is put there: nothing, or weights alone, which are never written again, or the cache too;
+    more only where nothing else fits, or where it gains more than a tenth. The disk's rate varies more than any other,
+    and what a search wins on paper by a disk that is just fast enough is soon lost.
 
     Args:
         uses_disk: the disk's budget was asked for, so that it may be used as any other.
     """
     choices = choices or Choices()
-    without_disk: Budgets = {**budgets, "disk": 0.0}
-    if uses_disk or budgets.get("disk") == 0:
-        return _balanced(model, budgets, choices, search(model, budgets, choices))
-    try:
-        without = search(model, without_disk, choices)
-    except UsageError:
-        return _balanced(model, budgets, choices, search(model, budgets, choices))
-    beyond = search(model, budgets, choices)
-    if without.seconds_per_token > DISK_GAIN * beyond.seconds_per_token:
-        return _balanced(model, budgets, choices, beyond)
-    return _balanced(model, without_disk, choices, without)
+    best = search(model, budgets, choices)
+    if uses_disk or not best.projection.peak_bytes("disk"):
+        return _balanced(model, budgets, choices, best)
+    for parts in LESS_ON_DISK:
+        fewer = replace(choices, on_disk=parts)
+        try:
+            found = search(model, budgets, fewer)
+        except UsageError:
+            continue
+        if found.seconds_per_token <= DISK_GAIN * best.seconds_per_token:
+            return _balanced(model, budgets, fewer, found)
+    return _balanced(model, budgets, choices, best)
 
 
 def _balanced(model: TimeModel, budgets: Budgets, choices: Choices, found: Found) -> Found:
@@ -134,7 +140,7 @@ def largest_block(model: TimeModel, budgets: Budgets, choices: Choices | None = 
     rows = [0]
     for candidate in _candidates(model.job, choices):
         size = candidate.policy.gpu_batch_size
-        units = Program(model, candidate, budgets).most_units(least, max(least, most // size))
+        units = Program(model, candidate, budgets, choices.on_disk).most_units(least, max(least, most // size))
         rows.append(size * math.floor(units + 1e-6))
     return max(rows)
 
@@ -247,7 +253,7 @@ def _what_is_missing(model: TimeModel, budgets: Budgets, choices: Choices) -> st
     rows, units = min(choices.gpu_batch_size), choices.num_gpu_batches or 1
     found: list[tuple[float, dict[Tier, float]]] = []
     for candidate in _candidates(model.job, replace(choices, gpu_batch_size=(rows,))):
-        program = Program(model, candidate, budgets)
+        program = Program(model, candidate, budgets, choices.on_disk)
         optimum = program.solve(units, units, relaxed=True)
         if optimum is not None:
             missing = {tier: excess for tier, excess in optimum.excess.items() if excess > 1e-6}

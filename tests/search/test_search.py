@@ -140,6 +140,24 @@ def test_the_disk_is_left_alone_unless_it_is_worth_it_or_was_asked_for() -> None
     assert needed.projection.peak_bytes("disk") > GB
 
 
+def test_weights_alone_go_to_a_disk_that_nobody_asked_for_where_more_gains_little() -> None:
+    slow = machine("cpu", **{"gemm/float16/1": 4e10, "gemm/float16/100": 1e12, "disk/read/direct/1": 2e10})
+    model = CostModel(job("opt-1.3b", 128, 32, device="cpu"), slow)
+    budgets: dict[Tier, float | None] = {"cpu": 2.0 * GB, "disk": 40.0 * GB}
+    free, careful = search(model, budgets, FEWEST), find(model, budgets, FEWEST, uses_disk=False)
+    percent = careful.policy.percent
+    assert percent.weights[2] > 0 and percent.cache == percent.hidden == (1.0, 0.0, 0.0)
+    assert careful.seconds_per_token <= 1.1 * free.seconds_per_token
+
+
+@pytest.mark.parametrize("on_disk", [("weights",), ("weights", "cache")])
+def test_what_may_not_go_to_disk_does_not(on_disk: tuple[str, ...]) -> None:
+    model = CostModel(job("opt-1.3b", 128, 32, device="cpu"), machine("cpu"))
+    found = search(model, {"cpu": 1.5 * GB, "disk": 40.0 * GB}, replace(FEWEST, on_disk=on_disk))
+    there = dict(zip(("weights", "cache", "hidden"), found.policy.percent.disk_shares, strict=True))
+    assert all(share == 0 for part, share in there.items() if part not in on_disk) and there["weights"] > 0
+
+
 def test_few_prompts_make_equal_blocks() -> None:
     model = CostModel(job("opt-1.3b", 128, 32), machine())
     alone = find(model, {**SMALL, "disk": 0.0}, FEW)
