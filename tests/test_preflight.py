@@ -263,6 +263,7 @@ def test_the_command_exits_with_2_before_it_loads_anything(
         [
             *("--model", "opt-1.3b", "--dummy-weights", "--device", device, "--dtype", "float16", "--prompt-len", "64"),
             *("--gpu-mem", "0.6", "--cpu-mem", "1", "--disk-mem", "50", "--offload-dir", str(tmp_path / "offload")),
+            *("--percent", "100", "0", "100", "0", "100", "0"),
         ],
     )
     assert finished.code == 2 and finished.out == ""
@@ -280,7 +281,7 @@ def test_the_placement_that_the_command_names_runs(tmp_path: Path) -> None:
     argv = [
         *("--model", str(tmp_path), "--dummy-weights", "--device", "cpu", "--dtype", "float32", "--prompt-len", "8"),
         *("--gen-len", "2", "--gpu-batch-size", "2", "--offload-dir", str(tmp_path / "offload")),
-        *("--cpu-mem", str((BASELINE + 25 * 2**20) / GB), "--json"),
+        *("--cpu-mem", str((BASELINE + 25 * 2**20) / GB), "--percent", "100", "0", "100", "0", "100", "0", "--json"),
     ]
     refused = call(run_command, argv)
     assert refused.code == 2

@@ -178,4 +178,6 @@ def test_lengths_with_which_no_prompt_can_be_served_are_refused(argv: str) -> No
 
 def test_a_budget_of_nothing_is_refused_with_both_numbers(prompt_file: str) -> None:
     problem = refused_once("--cpu-mem", "0", "--input", prompt_file)
-    assert "0.00 GB can be used" in problem and re.search(r" needs \d+\.\d\d GB", problem)
+    assert re.search(r" needs \d+\.\d\d GB more on cpu than the 0\.00 GB there", problem)
+    placed = refused_once("--cpu-mem", "0", "--input", prompt_file, "--percent", *"100 0 100 0 100 0".split())
+    assert "0.00 GB can be used" in placed and re.search(r" needs \d+\.\d\d GB", placed)
