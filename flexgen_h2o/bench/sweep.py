@@ -164,12 +164,12 @@ def policy_options(setting: Setting, contender: Contender, batch: int) -> dict[s
     """How this engine cuts and places a block: in one piece in this machine's memory, or as its policy search says."""
     if contender.engine != OURS:
         return {}
+    cap = {} if setting.disk_read is None else {"disk_read_bytes_s": in_bytes(setting.disk_read)}
     if "percent" in contender.options:
         unit = int(contender.options.get("gpu_batch_size", batch))
-        return {"gpu_batch_size": unit, "num_gpu_batches": -(-batch // unit)}
+        return {"gpu_batch_size": unit, "num_gpu_batches": -(-batch // unit), **cap}
     if setting.memory is None and setting.device == "cpu":
         return {"gpu_batch_size": batch}
-    cap = {} if setting.disk_read is None else {"disk_read_bytes_s": in_bytes(setting.disk_read)}
     return {"policy": "auto", **cap}
 
 
