@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -17,7 +17,7 @@ from flexgen_h2o.tiers import gb
 from flexgen_h2o.units import whole_pages
 
 LOCK_NAME = "lock"
-BEGUN = ".run-"  # prefix of a folder that is not locked yet
+LOOSE = ".run-"  # prefix of a folder that is not locked: not yet, or no longer
 
 
 class RunFolder:
@@ -33,10 +33,10 @@ class RunFolder:
             # One run at a time: a folder without a lock is that of a run which died while it made it.
             with _locked_folder(offload_dir):
                 self.reclaimed = _reclaim(offload_dir)
-                begun = Path(tempfile.mkdtemp(prefix=BEGUN, dir=offload_dir))
+                begun = Path(tempfile.mkdtemp(prefix=LOOSE, dir=offload_dir))
                 self._lock: IO[str] | None = (begun / LOCK_NAME).open("w")
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.path = begun.rename(offload_dir / f"run-{begun.name.removeprefix(BEGUN)}")
+                self.path = begun.rename(offload_dir / f"run-{begun.name.removeprefix(LOOSE)}")
         except OSError as error:
             raise UsageError(
                 f"--offload-dir {offload_dir} cannot hold the files of a run: {error.strerror}; give another folder"
@@ -58,7 +58,7 @@ class RunFolder:
     def close(self) -> None:
         """Removes the folder."""
         if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             self._lock.close()
             self._lock = None
 
@@ -93,18 +93,26 @@ def reclaim(offload_dir: Path) -> int:
 def _reclaim(offload_dir: Path) -> int:
     """Removes what killed runs left behind; returns how many folders that were."""
     count = 0
-    for folder in offload_dir.glob(BEGUN + "*"):  # of a run that was killed while it made its folder
+    for folder in offload_dir.glob(LOOSE + "*"):  # of a run that was killed while it made or removed its folder
         shutil.rmtree(folder, ignore_errors=True)
         count += 1
     for folder in offload_dir.glob("run-*"):
         try:
             with (folder / LOCK_NAME).open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 count += 1
         except OSError:
             continue  # in use, or nobody's run
     return count
+
+
+def _remove(folder: Path) -> None:
+    """Removes a run's folder. Who is killed meanwhile leaves one that the next run knows, though its lock is gone."""
+    loose = folder.with_name(f"{LOOSE}{folder.name}")
+    with suppress(OSError):  # it is gone, or what is in it shall go at least
+        folder = folder.rename(loose)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -163,6 +163,22 @@ def test_the_folder_of_a_killed_run_is_removed_by_the_next(
         assert run_folders(tmp_path) == [folder.path]
 
 
+def test_what_a_run_leaves_that_is_killed_while_it_removes_its_folder_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, ignore_errors: bool) -> None:
+        (folder / disk.LOCK_NAME).unlink()
+        raise KeyboardInterrupt
+
+    run = RunFolder(tmp_path)
+    run.reserve("kv", 5000)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(disk.shutil, "rmtree", killed)
+        run.close()
+    assert list(tmp_path.rglob("kv")) != []
+    assert disk.reclaim(tmp_path) == 1 and list(tmp_path.iterdir()) == []
+
+
 def test_what_is_not_a_runs_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "t_0").write_text("precious")
