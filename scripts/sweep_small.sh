@@ -16,7 +16,7 @@ bench() { .venv/bin/python -m flexgen_h2o.bench "$@"; }
 
 mkdir -p "$folder"
 bench sweep --model opt-125m --lengths 128+32 --engines flexgen_h2o,transformers,ctranslate2 --budget full,0.2,0.1,0.04 \
-    --batch 8,32,128 --trials 3 --timeout 300 --output "$folder/sweep.jsonl" "$@"
+    --batch 8,32 --trials 3 --timeout 300 --output "$folder/sweep.jsonl" "$@"
 bench sweep --model opt-1.3b --lengths 64+8 --engines flexgen_h2o@192,deepspeed@8,accelerate@1 --budget 0.2 --bits 16,4 \
     --memory 1500M --batch 8 --trials 2 --timeout 400 --output "$folder/sweep.jsonl" "$@"
 bench report "$folder/sweep.jsonl" --output "$folder"
