@@ -20,8 +20,8 @@ QUANTISING_BYTES = 20
 # Of 4-bit weights that are restored at once: on a CPU few, so that they stay in the caches; on a GPU enough to keep it
 # busy.
 DECODED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
-# Where a CPU restores panels of them (kernels/matrices/quantised_panels.py): so many bytes, in whole panels, but at
-# least so many outputs.
+# Where a CPU restores panels of them (kernels/matrices/quantised_panels.py): so many bytes, in whole panels, which
+# are read again while they are in the caches; but at least so many outputs, since x is read anew for each part.
 RESTORED_BYTES = 4 * 2**20
 RESTORED_OUTPUTS = 512
 PANEL_OUTPUTS = 64

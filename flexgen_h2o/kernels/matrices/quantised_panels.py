@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o import quant
+from flexgen_h2o.footprint import RESTORED_BYTES, RESTORED_OUTPUTS
 from flexgen_h2o.kernels import onednn, quantised
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.panels import PANEL, PanelLayout, rows_at_once
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
 
-# Bytes of panels that are restored at once, so that they are read again while they are in the caches; and the least
-# outputs, for which x has to be read anew.
-RESTORED_BYTES = 4 * 2**20
-RESTORED_OUTPUTS = 512
 # Up to how many rows are multiplied with codes rather than with restored panels, where the processor can; measured.
 CODE_ROWS = 256
 # Bytes of x that are multiplied with codes at once: they stay in the caches while all of the matrix passes.
