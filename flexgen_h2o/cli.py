@@ -61,6 +61,14 @@ class Flags:
             return None
         return value
 
+    def whole_numbers(self, flag: str, default: Sequence[int], least: int, most: int | None = None) -> list[int]:
+        """Whole numbers within limits, separated by commas; what is wrong is left out."""
+        text = self.text(flag)
+        if text is None:
+            return list(default)
+        numbers = [self.whole_number(flag, word, least, most) for word in text.split(",")]
+        return [number for number in numbers if number is not None]
+
     def real(self, flag: str, least: float = 0.0, most: float = math.inf) -> float | None:
         """A finite number within limits; None if not given or wrong."""
         text = self.text(flag)

@@ -106,10 +106,14 @@ def restored_bytes(shapes: Iterable[tuple[int, int]], itemsize: int) -> int:
     """The largest part of matrices [out, in] in 4 bits that is restored at once on a CPU."""
     largest = 0
     for out, inputs in shapes:
-        panels = RESTORED_BYTES // (PANEL_OUTPUTS * inputs * itemsize)
-        outputs = min(out, max(RESTORED_OUTPUTS, PANEL_OUTPUTS * panels))
+        outputs = min(out, restored_outputs(PANEL_OUTPUTS * inputs * itemsize))
         largest = max(largest, outputs * inputs * itemsize)
     return largest
+
+
+def restored_outputs(panel_bytes: int) -> int:
+    """How many outputs of a matrix in 4 bits are restored at once on a CPU, whose panels have so many bytes."""
+    return max(RESTORED_OUTPUTS, PANEL_OUTPUTS * (RESTORED_BYTES // panel_bytes))
 
 
 def host_passing_bytes(rows: int, heads: int, head_dim: int, slots: int, itemsize: int) -> int:

@@ -132,6 +132,16 @@ class NoChoice:
         return False
 
 
+class Greedy:
+    """A TokenChooser that takes the most likely token, as long as it is asked."""
+
+    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+    def finished(self) -> bool:
+        return False
+
+
 @dataclass
 class RunTotals:
     """What a run has done so far. Times are measured.

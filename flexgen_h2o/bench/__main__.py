@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,9 @@ def attention(args: argparse.Namespace, argv: list[str]) -> int:
     flags = Flags(args)
     cores = os.cpu_count() or 1
     dtypes = [name for name in _words(args.dtype, "float16,bfloat16,4-bit") if _is_dtype(flags, name)]
-    head_dims = _numbers(flags, "--head-dim", (64, 80, 128), least=1)
-    slots = _numbers(flags, "--slots", (128, 512, 2048), least=2)
-    threads = _numbers(flags, "--threads", sorted({1, cores}), least=1, most=cores)
+    head_dims = flags.whole_numbers("--head-dim", (64, 80, 128), least=1)
+    slots = flags.whole_numbers("--slots", (128, 512, 2048), least=2)
+    threads = flags.whole_numbers("--threads", sorted({1, cores}), least=1, most=cores)
     megabytes = flags.whole("--megabytes", 1) or 512
     trials = _trials(flags)
     if flags.problems:
@@ -114,7 +114,7 @@ def column_sums(args: argparse.Namespace, argv: list[str]) -> int:
     """`bench column-sums`. Raises UsageError with every mistake found."""
     flags = Flags(args)
     config, dtype, threads = _model(flags, 4)
-    rows = _numbers(flags, "--rows", (1, 4), least=1)
+    rows = flags.whole_numbers("--rows", (1, 4), least=1)
     tokens = flags.whole("--prompt-len", 2, 2048) or 2048
     long_tokens = flags.whole("--long-prompt-len", 1) or 12_000
     trials = _trials(flags)
@@ -202,15 +202,6 @@ def _is_dtype(flags: Flags, name: str) -> bool:
     if name not in KV_DTYPES:
         flags.problems.append(f"--dtype has {name!r}; each must be one of {', '.join(KV_DTYPES)}")
     return name in KV_DTYPES
-
-
-def _numbers(flags: Flags, flag: str, default: Sequence[int], least: int, most: int | None = None) -> list[int]:
-    """Whole numbers separated by commas; what is wrong is left out."""
-    text = flags.text(flag)
-    if text is None:
-        return list(default)
-    numbers: list[Any] = [flags.whole_number(flag, word, least, most) for word in text.split(",")]
-    return [number for number in numbers if number is not None]
 
 
 if __name__ == "__main__":

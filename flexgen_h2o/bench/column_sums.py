@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.bench.models import Greedy, model_facts, no_padding, random_model
+from flexgen_h2o.bench.models import model_facts, no_padding, random_model
 from flexgen_h2o.engine import Engine, PromptBlock
+from flexgen_h2o.generation import Greedy
 from flexgen_h2o.kvcache.attention import prefill_attention, prefill_attention_bytes
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Sink
 from flexgen_h2o.machine import peak_resident_bytes, resident_bytes

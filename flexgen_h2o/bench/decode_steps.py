@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.bench.checkpoint import config_values
-from flexgen_h2o.bench.models import CPU, Greedy, fill_cache, fill_parameter, model_facts, random_model
+from flexgen_h2o.bench.models import CPU, fill_cache, fill_parameter, model_facts, random_model
 from flexgen_h2o.block_work import BlockStart, PromptBlock
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.generation import Greedy
 from flexgen_h2o.kernels.decode import attention_path
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full
 from flexgen_h2o.machine import resident_bytes, return_freed_memory, usable_memory

@@ -9,6 +9,7 @@ from flexgen_h2o.bench.drivers.common import ENGINES
 
 OURS = "flexgen_h2o"
 FULL = "full"
+CLIMB, COMPARE = "climb", "compare"  # what a generation is for: looking for the best rows, or beside others
 BITS = (16, 4)
 # Names of a project stand for what it does with a model that does not fit: (with a memory limit, without).
 OFFLOADING = {"accelerate": ("accelerate_disk", "accelerate_cpu"), "deepspeed": ("deepspeed_nvme", "deepspeed_cpu")}

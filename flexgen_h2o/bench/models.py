@@ -18,16 +18,6 @@ from flexgen_h2o.weight_sources import DUMMY_STD
 CPU = torch.device("cpu")
 
 
-class Greedy:
-    """A TokenChooser that takes the most likely token, as long as it is asked."""
-
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
-
-    def finished(self) -> bool:
-        return False
-
-
 def random_model(config: ModelConfig, dtype: torch.dtype, rows: int) -> Runtime:
     """A model of random weights in this machine's memory, for blocks of one sub-batch of `rows` rows; to be closed."""
     layout = best_layout(CPU, dtype, config.matrix_shapes())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from flexgen_h2o.bench.grid import FULL
 from flexgen_h2o.bench.trials import Group, Row
 from flexgen_h2o.errors import UsageError
 
@@ -159,7 +160,7 @@ def _budgets(axes: Any, rows: Sequence[Row]) -> None:
 
 def _share(row: Row) -> float:
     budget = row.config["budget"]
-    return 1.0 if budget == "full" else float(Decimal(budget))
+    return 1.0 if budget == FULL else float(Decimal(budget))
 
 
 def _steps(axes: Any, rows: Sequence[Row]) -> None:

@@ -46,34 +46,23 @@ class Rooflines:
             device: where compute happened: cpu or cuda.
         """
         try:
-            return self._of(work, dtype, head_dim, weight_folder, disk_read, device)
+            hardware = find_hardware("auto", machine_name(device))
+            if hardware is None:
+                return {"reason": "no hardware file: python -m flexgen_h2o.profile_hardware makes one"}
+            found: dict[str, Any] = {"hardware": hardware.name}
+            counted = {phase: PhaseWork.from_json(values) for phase, values in work.items()}
+            if weight_folder is not None and any(phase.moved["disk_read"] for phase in counted.values()):
+                found["plain_read_bytes_s"] = self._plain_read(weight_folder)
+            rate = min(in_bytes(disk_read) if disk_read else math.inf, found.get("plain_read_bytes_s", math.inf))
+            for name, phase in counted.items():
+                seconds = resource_seconds(phase, hardware, dtype, head_dim)
+                if "disk_read" in seconds and math.isfinite(rate):
+                    seconds["disk_read"] = phase.moved["disk_read"] / rate
+                found[name] = {"seconds": seconds, "binds": max(seconds, key=lambda resource: seconds[resource])}
+            found["limit_s"] = sum(max(found[name]["seconds"].values()) for name in counted)
+            return found
         except (UsageError, OSError, ValueError) as error:  # the measurement itself must not be lost
             return {"reason": str(error)}
-
-    def _of(
-        self,
-        work: Mapping[str, Any],
-        dtype: str,
-        head_dim: int,
-        weight_folder: str | None,
-        disk_read: str | None,
-        device: str,
-    ) -> dict[str, Any]:
-        hardware = find_hardware("auto", machine_name(device))
-        if hardware is None:
-            return {"reason": "no hardware file: python -m flexgen_h2o.profile_hardware makes one"}
-        found: dict[str, Any] = {"hardware": hardware.name}
-        counted = {phase: PhaseWork.from_json(values) for phase, values in work.items()}
-        if weight_folder is not None and any(phase.moved["disk_read"] for phase in counted.values()):
-            found["plain_read_bytes_s"] = self._plain_read(weight_folder)
-        rate = min(in_bytes(disk_read) if disk_read else math.inf, found.get("plain_read_bytes_s", math.inf))
-        for name, phase in counted.items():
-            seconds = resource_seconds(phase, hardware, dtype, head_dim)
-            if "disk_read" in seconds and math.isfinite(rate):
-                seconds["disk_read"] = phase.moved["disk_read"] / rate
-            found[name] = {"seconds": seconds, "binds": max(seconds, key=lambda resource: seconds[resource])}
-        found["limit_s"] = sum(max(found[name]["seconds"].values()) for name in counted)
-        return found
 
     def _plain_read(self, folder: str) -> float:
         if folder not in self._read_bytes_s:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.bench.checkpoint import published_checkpoint
-from flexgen_h2o.bench.grid import OURS, Contender, Entry, Plan, Setting
+from flexgen_h2o.bench.grid import CLIMB, COMPARE, OURS, Contender, Entry, Plan, Setting
 from flexgen_h2o.bench.peers import PeerJob, alternate
 from flexgen_h2o.bench.roofline import Rooflines, in_bytes
 from flexgen_h2o.machine import usable_memory
-from flexgen_h2o.model_config import ModelConfig, from_folder, published
+from flexgen_h2o.model_config import from_folder
 
 FIRST_BATCH = 8
 LEAST_GAIN = 1.05
 MOST_BATCH = 4096
 TOGETHER_SHARE = 0.8  # of the usable memory: what engines may take that are loaded at once
-CLIMB, COMPARE = "climb", "compare"
 
 Record = dict[str, Any]
 
@@ -58,15 +57,15 @@ class Sweep:
             for entries in comparisons:
                 self.compare(setting, entries)
 
-    def compare(self, setting: Setting, entries: Sequence[Entry]) -> list[Record]:
-        """Contenders beside one another, each with its rows. Returns the records, old ones where there are all."""
+    def compare(self, setting: Setting, entries: Sequence[Entry]) -> None:
+        """Contenders beside one another, each with its rows, unless all of that is known."""
         keys = {key_of(setting, *entry) for entry in entries}
         done = [r for r in self._known if r["config"]["purpose"] == COMPARE and key_of_record(r) in keys]
         if is_complete(done, keys, self._plan.trials):
             for record in done:
                 self._advance(record["config"]["label"])
-            return done
-        return self._measure(setting, entries, self._plan.trials, COMPARE)
+            return
+        self._measure(setting, entries, self._plan.trials, COMPARE)
 
     def best_batch(self, setting: Setting, contender: Contender) -> int | None:
         """The rows with which a contender is fastest; None if it cannot do even one."""
@@ -100,7 +99,7 @@ class Sweep:
         def keep(contender: Contender, batch: int, said: Mapping[str, Any]) -> None:
             trial = sum(record["config"]["label"] == contender.label for record in records)
             config = {**config_of_trial(setting, contender, batch), "purpose": purpose, "trial": trial}
-            config |= {"trials": trials, "comparison": started, "threads": setting.threads}
+            config |= {"trials": trials, "comparison": started}
             record = {"name": f"sweep: {contender.label}", "config": config, **said}
             records.append(record)
             self._keep(record)
@@ -149,7 +148,7 @@ class Sweep:
             record["limit"] = self._rooflines.of(
                 event["work"],
                 setting.dtype,
-                shape(setting).head_dim,
+                from_folder(checkpoint(setting)).head_dim,
                 event["details"]["weight_folder"],
                 setting.disk_read,
                 setting.device,
@@ -211,12 +210,6 @@ def checkpoint(setting: Setting) -> Path:
     """The folder that all engines load: made with random weights for the name of a published size."""
     folder = Path(setting.model)
     return folder if folder.is_dir() else published_checkpoint(setting.model, setting.dtype)
-
-
-def shape(setting: Setting) -> ModelConfig:
-    """Of the model."""
-    folder = Path(setting.model)
-    return from_folder(folder) if folder.is_dir() else published(setting.model)
 
 
 def fits_together(setting: Setting, jobs: Sequence[PeerJob]) -> bool:

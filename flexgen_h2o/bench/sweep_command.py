@@ -125,8 +125,7 @@ def read_plan(args: argparse.Namespace) -> Plan:
     )
     batches = None
     if flags.text("--batch") not in (None, AUTO):
-        numbers = [flags.whole_number("--batch", word, 1) for word in _words(flags, "--batch", "")]
-        batches = [number for number in numbers if number is not None]
+        batches = flags.whole_numbers("--batch", (), 1)
     trials = flags.whole("--trials", 1) or 5
     timeout_s = flags.real("--timeout", 1.0) or 1200.0
     if flags.problems or problems:
@@ -146,7 +145,7 @@ def _own(flags: Flags, args: argparse.Namespace) -> dict[str, Any]:
     percent = flags.percent("--percent", args.percent)
     if percent is None:
         return {}
-    return {"percent": [float(word) for word in args.percent], "gpu_batch_size": unit or 16}
+    return {"percent": list(percent.values), "gpu_batch_size": unit or 16}
 
 
 def _words(flags: Flags, flag: str, default: str) -> list[str]:

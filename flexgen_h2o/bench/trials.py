@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.bench.grid import COMPARE, OURS
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.units import GB
 
-OURS = "flexgen_h2o"
 SETTING = ("model", "prompt_len", "gen_len", "threads", "device", "memory", "disk_read")
 Record = Mapping[str, Any]
 
@@ -183,7 +183,7 @@ def _rows(records: Sequence[Record]) -> Iterable[Row]:
     found: dict[tuple[str, int], dict[tuple[bool, str], list[Record]]] = {}
     for record in records:
         config = record["config"]
-        rank = (config["purpose"] == "compare", config["comparison"])
+        rank = (config["purpose"] == COMPARE, config["comparison"])
         found.setdefault((config["label"], config["batch"]), {}).setdefault(rank, []).append(record)
     references = _references(records)
     for runs in found.values():
@@ -207,7 +207,7 @@ def _references(records: Sequence[Record]) -> dict[str, list[Record]]:
     by_comparison: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         config = record["config"]
-        if config["purpose"] == "compare" and config["engine"] != OURS and record["status"] == "ok":
+        if config["purpose"] == COMPARE and config["engine"] != OURS and record["status"] == "ok":
             by_comparison.setdefault(config["comparison"], {}).setdefault(config["label"], []).append(record)
     return {
         name: max(engines.values(), key=lambda own: statistics.median(r["throughput_tok_s"] for r in own))

@@ -21,8 +21,8 @@ from flexgen_h2o import generation
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.evaluation.continuations import Eviction, Request, likelihoods, make_evictions
 from flexgen_h2o.evaluation.tasks import Row, task_row
+from flexgen_h2o.evaluation.texts import generate
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.runtime import RunSizes
 from flexgen_h2o.sampling import SamplingParams
 
 DEFAULT_GENERATED = 256  # tokens, where a task does not say; as with lm-eval's own models
@@ -149,18 +149,9 @@ class EvictingLM(TemplateLM):
         texts = [""] * len(prompts)
         for rule, places in groups.items():
             places.sort(key=lambda place: len(prompts[place]))
-            rows = min(self.llm.policy.block_rows, len(places))
-            engine = self.llm.load().engine(RunSizes(rule, rows, max(len(prompts[place]) for place in places)))
-            for start in range(0, len(places), rows):
-                block = [generation.Request(place, prompts[place]) for place in places[start : start + rows]]
-                outputs = generation.generate_block(
-                    *(engine, block, params, self._tokens),
-                    *(lambda tokens: None, generation.KeepsNothing(), generation.RunTotals()),
-                )
-                for output in outputs:
-                    if output.error is not None:
-                        raise RuntimeError(output.error)
-                    texts[output.index] = output.text or ""
+            requests = [generation.Request(place, prompts[place]) for place in places]
+            for output in generate(self.llm, rule, requests, params):
+                texts[output.index] = output.text or ""
         return texts
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.evaluation.tables import above_full
+
 Row = dict[str, Any]
 Points = dict[str, list[tuple[int, float, float]]]  # by policy: entries, value, standard error
 
@@ -57,8 +59,7 @@ def panels(rows: Sequence[Row]) -> dict[str, Points]:
     found: dict[str, Points] = {}
     if "perplexity" in rows[0]:
         # Paired by document; the spread of texts themselves would hide all differences.
-        changes = [row["against"].get("full", {"perplexity": 0.0, "perplexity_stderr": 0.0}) for row in rows]
-        values = [(100 * change["perplexity"], 100 * change["perplexity_stderr"]) for change in changes]
+        values = [(100 * change, 100 * error) for change, error in map(above_full, rows)]
         found["perplexity above the full cache's (%)"] = _points(rows, values)
         agreement = [(row["agreement"], row["agreement_stderr"]) for row in rows]
         found["same greedy token as the full cache"] = _points(rows, agreement)

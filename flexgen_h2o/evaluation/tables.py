@@ -1,6 +1,6 @@
 """Rows of a comparison as a Markdown table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -23,9 +23,20 @@ def table(rows: Sequence[Row]) -> str:
         columns[kind.replace("_", " ")] = [
             f"{row['recall'][kind]:.2f} ± {row['recall_stderr'][kind]:.2f}" for row in rows
         ]
+    return markdown(columns)
+
+
+def markdown(columns: Mapping[str, Sequence[str]]) -> str:
+    """A Markdown table of columns by their heads, all of one length."""
     lines = [list(columns), *zip(*columns.values(), strict=True)]
     header, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([header, "|---" * len(columns) + "|", *body])
+
+
+def above_full(row: Row) -> tuple[float, float]:
+    """By how much a row's perplexity is above the full cache's, a share, and its standard error; 0 for that itself."""
+    change = row["against"].get("full", {"perplexity": 0.0, "perplexity_stderr": 0.0})
+    return change["perplexity"], change["perplexity_stderr"]
 
 
 def _change(row: Row, other: str) -> str:

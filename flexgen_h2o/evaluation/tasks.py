@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexgen_h2o.evaluation.continuations import Eviction
+from flexgen_h2o.evaluation.tables import markdown
 
 Row = dict[str, Any]
 
@@ -51,9 +52,7 @@ def task_table(rows: Sequence[Row]) -> str:
     for task, metrics in rows[0]["tasks"].items():
         for metric in metrics:
             columns[f"{task} {metric}"] = [_shown(row["tasks"][task][metric]) for row in rows]
-    lines = [list(columns), *zip(*columns.values(), strict=True)]
-    header, *body = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([header, "|---" * len(columns) + "|", *body])
+    return markdown(columns)
 
 
 def _shown(metric: Mapping[str, float | None]) -> str:

@@ -68,6 +68,13 @@ def best_path(head_dim: int, in_4_bits: bool = False) -> str | None:
     return None if found is None else PATHS[found.flexgen_h2o_best_path(head_dim, in_4_bits)]
 
 
+def set_product(task: Structure, x: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    """Tells a task of the library, with fields of these names, what to multiply, and on as many threads as torch."""
+    task.x, task.output = pointer(x), pointer(output)
+    task.bias = None if bias is None else pointer(bias)
+    task.rows, task.threads = x.shape[0], torch.get_num_threads()
+
+
 def pointer(tensor: Tensor) -> int:
     """A contiguous tensor's address."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"

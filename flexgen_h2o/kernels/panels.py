@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.kernels import native
-from flexgen_h2o.kernels.native import pointer
+from flexgen_h2o.kernels.native import pointer, set_product
 
 
 class Panels(Structure):
@@ -56,8 +56,5 @@ class PanelProduct:
 
     def multiply(self, x: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """x . matrix^T + bias; x: [rows, in], output: [rows, out], of at most most_rows() rows."""
-        task = self._task
-        task.x, task.output = pointer(x), pointer(output)
-        task.bias = None if bias is None else pointer(bias)
-        task.rows, task.threads = x.shape[0], torch.get_num_threads()
-        self._library.flexgen_h2o_multiply_panels(byref(task))
+        set_product(self._task, x, bias, output)
+        self._library.flexgen_h2o_multiply_panels(byref(self._task))

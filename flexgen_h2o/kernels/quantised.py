@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexgen_h2o import quant, quant_format
 from flexgen_h2o.kernels import native
-from flexgen_h2o.kernels.native import pointer
+from flexgen_h2o.kernels.native import pointer, set_product
 from flexgen_h2o.quant_format import LEVELS
 
 STRIP = 16  # outputs side by side
@@ -152,11 +152,8 @@ class StripMatrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """x . matrix^T + bias, where has_product(); x: [rows, in], output: [rows, out]."""
-        task = self._task
-        task.x, task.output = pointer(x), pointer(output)
-        task.bias = None if bias is None else pointer(bias)
-        task.rows, task.threads = x.shape[0], torch.get_num_threads()
-        self._library.flexgen_h2o_multiply_strips(byref(task))
+        set_product(self._task, x, bias, output)
+        self._library.flexgen_h2o_multiply_strips(byref(self._task))
 
     def restore_panels(self, outputs: range, panels: Tensor) -> None:
         """Writes consecutive outputs as panels.PanelLayout has them; they begin at a whole panel."""

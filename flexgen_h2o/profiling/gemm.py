@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from flexgen_h2o.footprint import PANEL_OUTPUTS
 from flexgen_h2o.kernels.matrices import MatrixLayout, Storage, best_layout
 from flexgen_h2o.platforms import default_dtype, dtype_name
 from flexgen_h2o.profiling.timing import Stopwatch, fill
@@ -17,7 +18,6 @@ from flexgen_h2o.workspace import Workspace, padded
 
 # Below this share of float32's rate a 16-bit type is converted in software: computing in it is never of use.
 LEAST_NATIVE_SHARE = 0.75
-PANEL = 64  # outputs that every layout keeps apart from the next
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class WeightSet:
         return -(-self.nbytes // self.storage.nbytes)
 
     def panel(self) -> Tensor:
-        """A panel's outputs of random numbers in the layout, of which weights may consist."""
-        shape = (PANEL, self.shape[1])
+        """A panel's outputs, which every layout keeps apart from the next, of random numbers in the layout."""
+        shape = (PANEL_OUTPUTS, self.shape[1])
         storage = self.layout.storage(shape, self.dtype)
         encoded = torch.empty(storage.shape, dtype=storage.dtype, device=self.device)
         self.layout.encode(encoded, fill(torch.empty(shape, dtype=self.dtype, device=self.device)))

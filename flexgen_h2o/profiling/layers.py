@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from flexgen_h2o.block_work import PromptBlock
 from flexgen_h2o.engine import Engine
+from flexgen_h2o.generation import Greedy
 from flexgen_h2o.kernels.matrices import MatrixLayout, best_layout
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.model_config import ModelConfig, published
@@ -31,16 +31,6 @@ VOCABULARY = published("opt-125m").vocab_size
 ROWS = 64  # of a decode step, for what grows with the rows to show
 KEPT_SHARE = 0.1  # of a prompt, heavy and recent entries each
 WARM_UP = 1  # decode steps that are not counted
-
-
-class Greedy:
-    """A TokenChooser that takes the most likely token, as long as it is asked."""
-
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
-
-    def finished(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexgen_h2o import quant
+from flexgen_h2o import footprint, quant
 from flexgen_h2o.kernels import quantised
 from flexgen_h2o.kernels.matrices import (
     Matrix,
@@ -149,8 +149,8 @@ def test_neither_threads_nor_parts_change_a_product(
 def test_panels_that_are_restored_in_parts_are_those_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, out: int
 ) -> None:
-    monkeypatch.setattr(quantised_panels, "RESTORED_OUTPUTS", 64)
-    monkeypatch.setattr(quantised_panels, "RESTORED_BYTES", 1)
+    monkeypatch.setattr(footprint, "RESTORED_OUTPUTS", 64)
+    monkeypatch.setattr(footprint, "RESTORED_BYTES", 1)
     weight, x, bias = random((out, 97), dtype), random((9, 97), dtype, 1), random((out,), dtype, 2)
     layout = QuantisedPanelLayout(code_rows=0)
     assert layout.buffer_bytes([(out, 97)], dtype) <= 2 * 64 * 128 * dtype.itemsize

@@ -45,8 +45,9 @@ def load(settings: Settings) -> Loaded:
         hardware = find_or_measure(AUTO, machine_name(settings.device), llm.device, settings.offload_dir)
         if hardware is not None and cap is not None:
             hardware = with_slower_disk(hardware, cap)
+        work = Workload(settings.prompt_len, settings.gen_len, settings.batch)
         if is_auto:
-            _choose(llm, hardware, settings)
+            llm.policy = choose_policy(llm, work, _given(llm), hardware, lambda: None)
         llm.load()
     except (UsageError, TypeError) as error:  # a TypeError names an option that there is not
         raise EngineRefused(" ".join(str(error).split())) from error
@@ -54,14 +55,7 @@ def load(settings: Settings) -> Loaded:
     def generate(prompts: NDArray[np.int64], gen_len: int) -> Generation:
         return _generate(llm, prompts, gen_len)
 
-    return Loaded(generate, _details(llm, hardware, settings), llm.close)
-
-
-def _choose(llm: LLM, hardware: Hardware | None, settings: Settings) -> None:
-    if hardware is None:
-        raise UsageError("policy auto needs rates of this machine: python -m flexgen_h2o.profile_hardware")
-    work = Workload(settings.prompt_len, settings.gen_len, settings.batch)
-    llm.policy = choose_policy(llm, work, _given(llm), hardware, lambda: hardware)
+    return Loaded(generate, _details(llm, hardware, work), llm.close)
 
 
 def _given(llm: LLM) -> dict[str, Any]:
@@ -69,9 +63,9 @@ def _given(llm: LLM) -> dict[str, Any]:
     return {name: True for name in ("compress_weight", "compress_cache", "ring_16bit") if getattr(llm.policy, name)}
 
 
-def _details(llm: LLM, hardware: Hardware | None, settings: Settings) -> dict[str, Any]:
+def _details(llm: LLM, hardware: Hardware | None, work: Workload) -> dict[str, Any]:
     """How the engine was set up, and what was expected of it, which is no measurement."""
-    heavy, recent = llm.eviction.sizes(settings.prompt_len + settings.gen_len)
+    heavy, recent = llm.eviction.sizes(work.prompt_len + work.gen_len)
     folder = None if llm.runtime is None or llm.runtime.weights.folder is None else llm.runtime.weights.folder.path
     return {
         "eviction": llm.eviction.name,
@@ -80,7 +74,7 @@ def _details(llm: LLM, hardware: Hardware | None, settings: Settings) -> dict[st
         "policy": policy_fields(llm.policy),
         "achieved_percent": llm.achieved_percent(),
         "weight_folder": None if folder is None else str(folder),
-        "predicted": predicted(llm, hardware, Workload(settings.prompt_len, settings.gen_len, settings.batch)),
+        "predicted": predicted(llm, hardware, work),
     }
 
 

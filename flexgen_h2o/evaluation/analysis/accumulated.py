@@ -76,10 +76,9 @@ def analyse(subject: Subject) -> Result:
     """The curve of accumulated scores of every layer, with and without the first token, and of even attention."""
     curves = torch.zeros(2, subject.layers, subject.length, dtype=torch.float64)
     for reading in subject.readings():
-        share = len(reading.ids) / len(subject.windows)
         scores = accumulated_scores(reading.weights())
-        curves[0, reading.layer] += share * score_curve(scores)
-        curves[1, reading.layer, :-1] += share * score_curve(scores[..., 1:])
+        curves[0, reading.layer] += reading.share * score_curve(scores)
+        curves[1, reading.layer, :-1] += reading.share * score_curve(scores[..., 1:])
     even = even_scores(subject.length)
     return {
         "layers": [

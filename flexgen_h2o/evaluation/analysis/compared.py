@@ -6,6 +6,7 @@ from flexgen_h2o.evaluation.analysis.subject import Result, Subject
 from flexgen_h2o.evaluation.compare import compare, make_cases
 from flexgen_h2o.evaluation.heldout import HeldoutSet
 from flexgen_h2o.evaluation.scoring import Judge
+from flexgen_h2o.evaluation.tables import above_full
 
 KEYS = ("eviction", "budget", "entries", "perplexity")
 
@@ -22,12 +23,8 @@ def compared(
     cases = make_cases(evictions, budgets, subject.prompt_len, subject.length, subject.layers)
     heldout = HeldoutSet(subject.prompt_len, subject.windows)
     rows = compare(cases, heldout, judge or subject.judge, subject.judge, lambda documents: None)
-    return [{**{key: row[key] for key in KEYS}, **_change(row)} for row in rows]
-
-
-def _change(row: Result) -> Result:
-    against = row["against"].get("full", {"perplexity": 0.0, "perplexity_stderr": 0.0})
-    return {"change": against["perplexity"], "change_stderr": against["perplexity_stderr"]}
+    names = ("change", "change_stderr")
+    return [{**{key: row[key] for key in KEYS}, **dict(zip(names, above_full(row), strict=True))} for row in rows]
 
 
 def by_name(rows: Sequence[Result]) -> dict[str, Result]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from flexgen_h2o.evaluation.analysis.findings import Finding, Row
 from flexgen_h2o.evaluation.analysis.subject import Result, Subject
-from flexgen_h2o.generation import KeepsNothing, Request, RunTotals, generate_block
+from flexgen_h2o.evaluation.texts import generate
+from flexgen_h2o.generation import Request
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local
-from flexgen_h2o.runtime import RunSizes
 from flexgen_h2o.sampling import SamplingParams
 
 ORDERS = (1, 2, 3)  # of the n-grams that are counted
@@ -73,18 +73,11 @@ def analyse(subject: Subject) -> Result:
 
 def _generate(subject: Subject, rule: EvictionRule) -> list[tuple[str, list[int]]]:
     """(text, token ids) after each prompt."""
-    llm, rows = subject.llm, subject.judge.rows
     length = subject.length - subject.prompt_len
     params = SamplingParams(length, do_sample=True, temperature=TEMPERATURE, ignore_eos=True)
     prompts = subject.windows[:, : subject.prompt_len].tolist()
     requests = [Request(index, prompt) for index, prompt in enumerate(prompts)]
-    outputs = []
-    for start in range(0, len(requests), rows):
-        block = requests[start : start + rows]
-        engine = llm.load().engine(RunSizes(rule, len(block), subject.prompt_len))
-        outputs += generate_block(
-            engine, block, params, llm.tokenizer, lambda tokens: None, KeepsNothing(), RunTotals()
-        )
+    outputs = generate(subject.llm, rule, requests, params)
     return [(output.text or "", output.token_ids) for output in outputs]
 
 

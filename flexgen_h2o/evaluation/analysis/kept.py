@@ -54,7 +54,7 @@ def analyse(subject: Subject) -> Result:
     for reading in subject.readings():
         kept = kept_entries(reading.attention, PlainH2O(heavy, recent))
         chosen = heavy_only(kept, subject.prompt_len, recent)
-        share, layer = len(reading.ids) / len(subject.windows), layers[reading.layer]
+        share, layer = reading.share, layers[reading.layer]
         layer["map"] = layer["map"] + share * heat_map(kept, STEP_BINS, COLUMN_BINS)
         layer["early"] += share * early_share(chosen, round(EARLY * subject.prompt_len))
         layer["stayed"] += share * stayed_share(chosen)

@@ -49,8 +49,9 @@ def analyse(subject: Subject) -> Result:
     columns = torch.linspace(subject.prompt_len, subject.length - 1, STEPS).long().tolist()
     overlaps = torch.zeros(subject.layers, STEPS, dtype=torch.float64)
     for reading in subject.readings():
-        weights, share = reading.weights(), len(reading.ids) / len(subject.windows)
-        overlaps[reading.layer] += share * torch.tensor([heavy_overlap(weights, column, heavy) for column in columns])
+        weights = reading.weights()
+        found = torch.tensor([heavy_overlap(weights, column, heavy) for column in columns])
+        overlaps[reading.layer] += reading.share * found
     sizes = (subject.entries // 2, subject.entries - subject.entries // 2)
     full, local, whole = (
         subject.judge.score_all(policy, subject.windows).nll

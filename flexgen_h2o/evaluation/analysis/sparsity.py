@@ -36,9 +36,9 @@ def analyse(subject: Subject) -> Result:
     heads = subject.llm.config.num_attention_heads
     sparse, first = torch.zeros(2, subject.layers, heads, dtype=torch.float64)
     for reading in subject.readings():
-        weights, share = reading.weights(), len(reading.ids) / len(subject.windows)
-        sparse[reading.layer] += share * sparse_share(weights)
-        first[reading.layer] += share * first_token_weight(weights)
+        weights = reading.weights()
+        sparse[reading.layer] += reading.share * sparse_share(weights)
+        first[reading.layer] += reading.share * first_token_weight(weights)
     layers = [
         {"sparse": float(by_head.mean()), "sparse_by_head": by_head.tolist(), "first_token": float(on_first.mean())}
         for by_head, on_first in zip(sparse, first, strict=True)

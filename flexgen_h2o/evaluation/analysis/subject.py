@@ -25,11 +25,13 @@ class Reading:
         ids: [rows, n] int64, the documents.
         attention: its queries and keys, of which none is evicted.
         values: [rows, heads, n, head_dim].
+        share: of all documents, which are in the batch.
     """
 
     ids: Tensor
     attention: LayerAttention
     values: Tensor
+    share: float
 
     @property
     def layer(self) -> int:
@@ -87,5 +89,6 @@ class Subject:
         length = documents.shape[1]
         rows = max(1, WEIGHTS_AT_ONCE // (self.llm.config.num_attention_heads * length**2))
         for batch in documents.split(rows):
+            share = len(batch) / len(documents)
             for layer, (queries, keys, values) in enumerate(model.prefill(batch).layers):
-                yield Reading(batch, LayerAttention(layer, prompt_len, queries, keys), values)
+                yield Reading(batch, LayerAttention(layer, prompt_len, queries, keys), values, share)

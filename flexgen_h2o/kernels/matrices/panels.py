@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flexgen_h2o.footprint import RESULT_BYTES
+from flexgen_h2o.footprint import PANEL_OUTPUTS, RESULT_BYTES
 from flexgen_h2o.kernels import onednn
 from flexgen_h2o.kernels import panels as native_panels
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainLayout, PlainMatrix
 
-PANEL = 64  # outputs side by side
+PANEL = PANEL_OUTPUTS  # side by side
 DEPTH = 16  # steps along the inputs to which a panel is padded
 LEAST_ROWS = 128  # with fewer rows at once, weights are read more often than they need be
 # Up to so many, the kernel of ours is the faster (results/gemm_layouts.jsonl).

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o import quant
-from flexgen_h2o.footprint import RESTORED_BYTES, RESTORED_OUTPUTS
+from flexgen_h2o.footprint import restored_outputs
 from flexgen_h2o.kernels import onednn, quantised
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.panels import PANEL, PanelLayout, rows_at_once
@@ -134,7 +134,7 @@ class QuantisedPanelLayout:
     def _cut(self, out: int, inputs: int, dtype: torch.dtype) -> Iterator[range]:
         """Which outputs are restored at once: whole panels, and what is left."""
         panel_bytes = self._panels.storage((PANEL, inputs), dtype).nbytes
-        at_once = max(RESTORED_OUTPUTS, PANEL * (RESTORED_BYTES // panel_bytes))
+        at_once = restored_outputs(panel_bytes)
         start = 0
         while start < out:
             stop = min(out, start + at_once)

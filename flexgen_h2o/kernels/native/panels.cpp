@@ -19,6 +19,8 @@ struct Panels {
     int64_t outputs, inputs, depth, rows;
     int32_t threads;
 };
+
+int32_t flexgen_h2o_strips_path();  // quantised.cpp; 2 stands for AVX-512 BF16
 }
 
 namespace {
@@ -130,16 +132,7 @@ extern "C" {
 int64_t flexgen_h2o_panels_size() { return int64_t(sizeof(Panels)); }
 
 // The most rows of a product; 0 where the processor has none.
-int64_t flexgen_h2o_panel_rows() {
-#ifdef HAS_X86_VECTORS
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-        return MOST_ROWS;
-    }
-#endif
-    return 0;
-}
+int64_t flexgen_h2o_panel_rows() { return flexgen_h2o_strips_path() == 2 ? MOST_ROWS : 0; }
 
 // x . matrix^T + bias, of an even number of inputs.
 void flexgen_h2o_multiply_panels(const Panels* task) {
