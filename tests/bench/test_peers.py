@@ -157,6 +157,32 @@ def test_engines_take_turns_in_processes_that_stay(tmp_path: Path, monkeypatch: 
     assert rows[0]["details"]["process"] != rows[2]["details"]["process"]
 
 
+def test_engines_that_are_loaded_anew_have_a_process_for_every_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "driver_command", command)
+    said: list[tuple[int, int | None]] = []
+    starts: list[int] = []
+
+    def keep(index: int, event: dict[str, Any] | None) -> None:
+        said.append((index, None if event is None else event["details"]["process"]))
+
+    def started(peer: PeerProcess) -> bool:
+        starts.append(["answer", "crash"].index(peer.job.options["does"]))
+        return start(peer)
+
+    start = PeerProcess.start
+    monkeypatch.setattr(PeerProcess, "start", started)
+    jobs = [job(tmp_path), job(tmp_path, "crash", "generating")]
+    rows = alternate(jobs, rounds=2, after=keep, together=False)
+    assert [row["status"] for row in rows] == ["ok", "failed"]
+    assert [len(row["repeats"]) for row in rows] == [2, 0]
+    assert [index for index, _ in said] == [0, 1, 0]
+    first, stopped, second = (process for _, process in said)
+    assert stopped is None and None not in (first, second) and first != second
+    assert starts == [0, 1, 0], "an engine that has stopped is not started again"
+
+
 def test_an_environment_that_is_not_there_is_an_absent_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ROOT", tmp_path)
     row = run_peer(PeerJob("vllm", tmp_path, 1, 4, 4, offload_dir=tmp_path / "offload"))
