@@ -39,7 +39,7 @@ PEERS = (
 
 def correctness() -> dict[str, Any]:
     """The tests that need a GPU; their closing line."""
-    tests = ["tests/test_cuda.py", "tests/kernels/test_triton.py"]
+    tests = ["tests/test_cuda.py", "tests/kernels/test_triton.py", "tests/kernels/test_triton_products.py"]
     command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-3000:], done.stderr[-1000:])

@@ -1,7 +1,8 @@
 """The two operators of decode.py as Triton kernels for a GPU: few launches, and keys and values read once.
 
-A program computes one row and head. Keys and values may be float16, bfloat16 or float32; everything is computed in
-float32, so outputs are nearer to the exact ones than those of torch's operations in half precision.
+A program computes one row and head. Keys and values may be float16, bfloat16 or float32, or in 4-bit groups (quant.py);
+everything is computed in float32, so outputs are nearer to the exact ones than those of torch's operations in half
+precision.
 """
 
 import torch
@@ -9,15 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.kernels.triton_quant import quantised, restored
+
 ENTRIES = (torch.float16, torch.bfloat16, torch.float32)  # precisions in which keys and values may lie
 TILE = 4096  # elements of keys read at once by a program
 SCORES_AT_ONCE = 1024
 LENGTHS = ["heavy_slots", "ring_slots", "heavy_len", "ring_len"]
 
 
-def fits(*tensors: Tensor) -> bool:
-    """Whether these, of an operator's arguments, lie as the kernels want them."""
-    return all(tensor.is_contiguous() and tensor.dtype in ENTRIES for tensor in tensors)
+def fits(head_dim: int, *regions: Tensor) -> bool:
+    """Whether regions lie as the kernels want them. In 4 bits, words of 4 bytes have to lie at multiples of 4."""
+    return all(
+        region.is_contiguous() and (region.dtype in ENTRIES or _fits_in_4_bits(head_dim, region)) for region in regions
+    )
+
+
+def _fits_in_4_bits(head_dim: int, region: Tensor) -> bool:
+    return region.dtype == torch.uint8 and head_dim % 8 == 0 and region.data_ptr() % 4 == 0
 
 
 def attend_with_triton(
@@ -34,8 +43,8 @@ def attend_with_triton(
     decay: float,
 ) -> Tensor:
     """decode_attention; arguments and result are those of decode.attend_with_torch()."""
-    rows, heads, ring_slots, head_dim = ring_keys.shape
-    heavy_slots, pairs = heavy_keys.shape[2], rows * heads
+    rows, heads, _, head_dim = query.shape
+    heavy_slots, ring_slots, pairs = heavy_keys.shape[2], ring_keys.shape[2], rows * heads
     query = query.contiguous()
     output = torch.empty_like(query)
     logits = torch.empty(pairs, heavy_len + ring_len if accumulates else 0, device=query.device)
@@ -44,6 +53,8 @@ def attend_with_triton(
     sizes = (heavy_slots, ring_slots, heavy_len, ring_len)
     _attend[(pairs,)](
         *(query, heavy_keys, heavy_values, ring_keys, ring_values, scores, output, logits, statistics, *sizes),
+        heavy_entry=heavy_keys.shape[3],
+        ring_entry=ring_keys.shape[3],
         head_dim=head_dim,
         width=width,
         block=max(1, TILE // width),
@@ -70,12 +81,15 @@ def enter_with_triton(
     column: int,
 ) -> None:
     """enter_token; arguments are those of decode.enter_with_torch()."""
-    rows, heads, ring_slots, head_dim = ring_keys.shape
+    rows, heads, _, head_dim = keys.shape
+    ring_slots = ring_keys.shape[2]
     # One warp: what it reads of a slot and then writes there stays in order.
     _enter[(rows * heads,)](
         *(heavy_keys, heavy_values, ring_keys, ring_values, scores, columns, losers),
         *(keys.contiguous(), values.contiguous(), initial_scores.contiguous()),
         *(heads, heavy_keys.shape[2], ring_slots, column % ring_slots, column, int(column >= ring_slots)),
+        heavy_entry=heavy_keys.shape[3],
+        ring_entry=ring_keys.shape[3],
         head_dim=head_dim,
         width=triton.next_power_of_2(head_dim),
         num_warps=1,
@@ -83,9 +97,12 @@ def enter_with_triton(
 
 
 @triton.jit
-def _entries(region, slots, dims, is_read, head_dim: tl.constexpr):  # type: ignore[no-untyped-def]
+def _entries(region, slots, dims, is_read, entry: tl.constexpr, head_dim: tl.constexpr):  # type: ignore[no-untyped-def]
     """Entries of one row and head in float32, [slots, dims]; 0 where none is read."""
-    return tl.load(region + slots[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0).to(tl.float32)
+    if region.dtype.element_ty == tl.uint8:
+        return restored(region + slots[:, None] * entry, dims[None, :], is_read, head_dim)
+    else:
+        return tl.load(region + slots[:, None] * entry + dims[None, :], mask=is_read, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -99,6 +116,7 @@ def _attend_region(  # type: ignore[no-untyped-def]
     largest,
     total,
     weighted,
+    entry: tl.constexpr,
     head_dim: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -113,7 +131,7 @@ def _attend_region(  # type: ignore[no-untyped-def]
         slots = first + tl.arange(0, block)
         is_live = slots < live
         is_read = is_live[:, None] & (dims < head_dim)[None, :]
-        logit = tl.sum(_entries(keys, slots, dims, is_read, head_dim) * query[None, :], axis=1)
+        logit = tl.sum(_entries(keys, slots, dims, is_read, entry, head_dim) * query[None, :], axis=1)
         score = tl.load(scores + slots, mask=is_live, other=float("-inf"))
         logit = tl.where(score == float("-inf"), float("-inf"), logit)
         if keeps_logits:
@@ -122,7 +140,7 @@ def _attend_region(  # type: ignore[no-untyped-def]
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # as long as all slots have been empty
         weight = tl.exp(logit - shift)
         fade = tl.exp(largest - shift)
-        value = _entries(values, slots, dims, is_read, head_dim)
+        value = _entries(values, slots, dims, is_read, entry, head_dim)
         total = total * fade + tl.sum(weight, axis=0)
         weighted = weighted * fade + tl.sum(weight[:, None] * value, axis=0)
         largest = new_largest
@@ -144,6 +162,8 @@ def _attend(  # type: ignore[no-untyped-def]
     ring_slots,
     heavy_len,
     ring_len,
+    heavy_entry: tl.constexpr,
+    ring_entry: tl.constexpr,
     head_dim: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -156,15 +176,15 @@ def _attend(  # type: ignore[no-untyped-def]
     largest, total, weighted = float("-inf"), 0.0, tl.zeros([width], tl.float32)
     own_scores = scores + pair * (heavy_slots + ring_slots)
     own_logits = logits + pair * (heavy_len + ring_len)
-    at = pair * heavy_slots * head_dim
+    at = pair * heavy_slots * heavy_entry
     largest, total, weighted = _attend_region(
         q, heavy_keys + at, heavy_values + at, own_scores, own_logits, heavy_len, largest, total, weighted,
-        head_dim, width, block, keeps_logits,
+        heavy_entry, head_dim, width, block, keeps_logits,
     )  # fmt: skip
-    at = pair * ring_slots * head_dim
+    at = pair * ring_slots * ring_entry
     largest, total, weighted = _attend_region(
         q, ring_keys + at, ring_values + at, own_scores + heavy_slots, own_logits + heavy_len, ring_len,
-        largest, total, weighted, head_dim, width, block, keeps_logits,
+        largest, total, weighted, ring_entry, head_dim, width, block, keeps_logits,
     )  # fmt: skip
     tl.store(output + pair * head_dim + dims, weighted / total, mask=dims < head_dim)
     tl.store(statistics + pair * 2, largest)
@@ -217,6 +237,18 @@ def _update_scores(  # type: ignore[no-untyped-def]
             tl.store(scores + heavy_slots + slots, score, mask=is_live)
 
 
+@triton.jit
+def _copy_entry(  # type: ignore[no-untyped-def]
+    source, target, source_entry: tl.constexpr, target_entry: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr
+):
+    """Copies an entry, quantising it where only the target is in 4 bits."""
+    if target.dtype.element_ty == source.dtype.element_ty:
+        at = tl.arange(0, width)
+        tl.store(target + at, tl.load(source + at, mask=at < source_entry), mask=at < source_entry)
+    else:
+        quantised(source, target, head_dim, width)
+
+
 @triton.jit(do_not_specialize=["heads", "heavy_slots", "ring_slots", "slot", "column", "ring_is_full"])
 def _enter(  # type: ignore[no-untyped-def]
     heavy_keys,
@@ -235,28 +267,28 @@ def _enter(  # type: ignore[no-untyped-def]
     slot,
     column,
     ring_is_full,
+    heavy_entry: tl.constexpr,
+    ring_entry: tl.constexpr,
     head_dim: tl.constexpr,
     width: tl.constexpr,
 ):
     """Enters the token of one row and head."""
     pair = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, width)
-    is_dim = dims < head_dim
     scores += pair * (heavy_slots + ring_slots)
     columns += pair * (heavy_slots + ring_slots)
-    in_ring = (pair * ring_slots + slot) * head_dim + dims
+    in_ring = (pair * ring_slots + slot) * ring_entry
     if (heavy_slots > 0) & (ring_is_full != 0):
         loser = tl.load(losers + pair)
         leaving = tl.load(scores + heavy_slots + slot)
         if leaving > tl.load(scores + loser):
-            in_heavy = (pair * heavy_slots + loser) * head_dim + dims
-            tl.store(heavy_keys + in_heavy, tl.load(ring_keys + in_ring, mask=is_dim), mask=is_dim)
-            tl.store(heavy_values + in_heavy, tl.load(ring_values + in_ring, mask=is_dim), mask=is_dim)
+            in_heavy = (pair * heavy_slots + loser) * heavy_entry
+            _copy_entry(ring_keys + in_ring, heavy_keys + in_heavy, ring_entry, heavy_entry, head_dim, width)
+            _copy_entry(ring_values + in_ring, heavy_values + in_heavy, ring_entry, heavy_entry, head_dim, width)
             tl.store(columns + loser, tl.load(columns + heavy_slots + slot))
             tl.store(scores + loser, leaving)
-    own = pair * head_dim + dims
-    tl.store(ring_keys + in_ring, tl.load(keys + own, mask=is_dim), mask=is_dim)
-    tl.store(ring_values + in_ring, tl.load(values + own, mask=is_dim), mask=is_dim)
+    own = pair * head_dim
+    _copy_entry(keys + own, ring_keys + in_ring, head_dim, ring_entry, head_dim, width)
+    _copy_entry(values + own, ring_values + in_ring, head_dim, ring_entry, head_dim, width)
     score = tl.load(initial_scores + pair // heads)
     tl.store(scores + heavy_slots + slot, score)
     tl.store(columns + heavy_slots + slot, tl.where(score == float("-inf"), -1, column))

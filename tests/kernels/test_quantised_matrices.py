@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matrix_products import assert_is_product, kept, random
 from torch import Tensor
 
-from flexgen_h2o import footprint, quant
+from flexgen_h2o import footprint
 from flexgen_h2o.kernels import quantised
 from flexgen_h2o.kernels.matrices import (
     Matrix,
@@ -40,15 +41,6 @@ def restored_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def kept(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """What 4-bit groups keep of a matrix, rounded once to the precision of compute."""
-    return quant.decode(quant.encode_weight(weight), weight.shape[1], dtype)
-
-
 def multiplied(layout: MatrixLayout, weight: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
     """What so many rows are multiplied with: few, the codes, before values are rounded to the precision of compute."""
     has_codes = isinstance(layout, QuantisedPanelLayout) and quantised.has_product(dtype) and rows <= layout.code_rows
@@ -63,14 +55,6 @@ def stored(layout: MatrixLayout, weight: Tensor, dtype: torch.dtype, buffer_byte
     layout.encode(storage, weight)
     nbytes = layout.buffer_bytes([shape], dtype) if buffer_bytes is None else buffer_bytes
     return layout.matrix(storage, shape, dtype, torch.full((nbytes,), 255, dtype=torch.uint8))
-
-
-def assert_is_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Sums in float32, rounded once to the result's precision."""
-    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    scale = x.double().abs() @ weight.double().abs().T + 1
-    bound = torch.finfo(got.dtype).eps * exact.abs() + x.shape[1] * torch.finfo(torch.float32).eps * scale
-    assert ((got.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

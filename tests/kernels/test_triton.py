@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flexgen_h2o import quant
 from flexgen_h2o.kernels import decode
 from flexgen_h2o.kernels.fastest import TRIALS, Fastest
 
@@ -32,8 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Half of the distance between neighbours, relative to the largest output.
-ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+# Half of the distance between neighbours, relative to the largest output; of bfloat16 all of it, as digits are cut off
+# in Triton's interpreter.
+ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 
 
 def make_unit(
@@ -47,17 +49,25 @@ def make_unit(
     decay: float = 1.0,
     empty: float = 0.2,
     seed: int = 0,
+    in_4_bits: str = "",
 ) -> Unit:
     """A random unit; `heavy` and `ring` are (slots, live ones), `empty` the share of live slots that are empty.
 
     What lies behind the live slots is no number, and has any score. Scores are few, so that many are equal.
+
+    Args:
+        in_4_bits: names of the regions that are.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def region(slots: int, live: int) -> Tensor:
-        entries = torch.full((rows, heads, slots, head_dim), math.nan)
+    def region(sizes: tuple[int, int], name: str) -> Tensor:
+        slots, live = sizes
+        entries = torch.full((rows, heads, slots, head_dim), math.nan).to(dtype)
         entries[:, :, :live] = torch.randn(rows, heads, live, head_dim, generator=generator)
-        return entries.to(DEVICE, dtype)
+        if name in in_4_bits:
+            values, entries = entries, quant.encode(entries.nan_to_num())
+            entries[values[..., 0].isnan()] = 255  # so are the scale and the minimum there
+        return entries.to(DEVICE)
 
     scores = torch.full((rows, heads, heavy[0] + ring[0]), -math.inf if seed % 2 else 1.5)
     for first, live in ((0, heavy[1]), (heavy[0], ring[1])):
@@ -66,17 +76,27 @@ def make_unit(
     scores[..., heavy[0] + ring[1] - 1] = 0.0  # the current token
     return Unit(
         (torch.randn(rows, heads, 1, head_dim, generator=generator) * head_dim**-0.5).to(DEVICE, dtype),
-        *(region(*sizes) for sizes in (heavy, heavy, ring, ring)),
+        *(region(heavy, "heavy") for _ in ("keys", "values")),
+        *(region(ring, "ring") for _ in ("keys", "values")),
         scores.to(DEVICE),
         torch.full((rows, heads), 77, dtype=torch.int32, device=DEVICE),
         *(heavy[1], ring[1], accumulates, decay),
     )
 
 
+def in_float32(unit: Unit) -> Unit:
+    """The same unit with memory of its own."""
+    head_dim = unit.query.shape[3]
+    regions = ("heavy_keys", "heavy_values", "ring_keys", "ring_values")
+    in_4_bits = {name: getattr(unit, name) for name in regions if getattr(unit, name).dtype == torch.uint8}
+    restored = {name: quant.decode(region, head_dim, torch.float32) for name, region in in_4_bits.items()}
+    return replace(unit.copy(torch.float32), **restored)
+
+
 def check(unit: Unit) -> None:
     """Runs both; torch in float32, whatever the precision of the unit."""
-    dtype = unit.ring_keys.dtype
-    ours, theirs = unit.copy(), unit.copy(torch.float32)
+    dtype = unit.query.dtype
+    ours, theirs = unit.copy(), in_float32(unit)
     output = triton_decode.attend_with_triton(*ours.arguments)
     expected = decode.attend_with_torch(*theirs.arguments)
     assert output.dtype == dtype and output.shape == unit.query.shape
@@ -116,6 +136,20 @@ def test_attention_is_that_of_torch(
     heavy = (heavy_slots, round(shares[0] * heavy_slots))
     ring = (ring_slots, max(1, round(shares[1] * ring_slots)))
     check(make_unit(heavy=heavy, ring=ring, **changes))
+
+
+@settings(max_examples=25)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.sampled_from([8, 24, 64, 72, 80, 136]),
+    in_4_bits=st.sampled_from(["heavy ring", "heavy"]),
+    heavy=st.sampled_from([(0, 0), (9, 9), (9, 4), (70, 65)]),
+    ring=st.sampled_from([(1, 1), (13, 11), (66, 66)]),
+    accumulates=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_attention_in_4_bits_is_that_of_torch(**changes: Any) -> None:
+    check(make_unit(**changes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,25 +193,36 @@ def test_slots_whose_scores_are_infinite_are_attended_to_and_stay() -> None:
 @settings(max_examples=15)
 @given(
     dtype=st.sampled_from(DTYPES),
-    head_dim=st.sampled_from([1, 20, 64]),
+    sizes=st.one_of(
+        st.tuples(st.sampled_from([1, 20, 64]), st.just("")),
+        st.tuples(st.sampled_from([8, 24, 64, 72, 136]), st.sampled_from(["heavy ring", "heavy"])),
+    ),
     heavy=st.integers(0, 4),
     ring=st.integers(1, 4),
+    magnitude=st.sampled_from([1.0, 1e-4, 6e4, 0.0]),
     seed=st.integers(0, 2**31),
 )
 def test_tokens_enter_as_with_torch_bit_for_bit(
-    dtype: torch.dtype, head_dim: int, heavy: int, ring: int, seed: int
+    dtype: torch.dtype, sizes: tuple[int, str], heavy: int, ring: int, magnitude: float, seed: int
 ) -> None:
     """From the first token on, past a full ring; some rows begin with pads, scores are few and often equal."""
     rows, heads = 2, 3
+    head_dim, in_4_bits = sizes
     generator = torch.Generator().manual_seed(seed)
-    regions = [torch.zeros(rows, heads, slots, head_dim, dtype=dtype) for slots in (heavy, heavy, ring, ring)]
+
+    def region(slots: int, name: str) -> Tensor:
+        entries = torch.zeros(rows, heads, slots, head_dim, dtype=dtype)
+        return quant.encode(entries) if name in in_4_bits else entries
+
+    regions = [region(heavy, "heavy"), region(heavy, "heavy"), region(ring, "ring"), region(ring, "ring")]
     scores = torch.full((rows, heads, heavy + ring), -math.inf)
     columns = torch.full(scores.shape, -1, dtype=torch.int32)
     ours = [tensor.to(DEVICE) for tensor in (*regions, scores, columns)]
     theirs = [tensor.clone() for tensor in ours]
     losers = torch.zeros(rows, heads, dtype=torch.int32, device=DEVICE)
     for column in range(3 * ring + heavy):
-        keys, values = torch.randn(2, rows, heads, 1, head_dim, generator=generator).to(DEVICE, dtype)
+        entries = torch.randn(2, rows, heads, 1, head_dim, generator=generator).clamp(-1, 1) * magnitude
+        keys, values = entries.to(DEVICE, dtype)
         initial = torch.where(column < torch.tensor([0, 2]), -math.inf, float(column % 2)).to(DEVICE)
         triton_decode.enter_with_triton(*ours, losers, keys, values, initial, column)
         decode.enter_with_torch(*theirs, losers, keys, values, initial, column)
@@ -191,34 +236,52 @@ def test_tokens_enter_as_with_torch_bit_for_bit(
 
 
 COMPILE = """
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flexgen_h2o.kernels import triton_decode
+from flexgen_h2o.kernels import triton_decode, triton_products
 SCORES = dict.fromkeys(("scores", "logits", "statistics", "initial_scores"), "*fp32")
 STATE = {"losers": "*i32", "columns": "*i32", "decay": "fp32", **SCORES}
-ENTRIES = ("query", "output", "keys", "values", "heavy_keys", "heavy_values", "ring_keys", "ring_values")
-KERNELS = {
-    "_attend": {"head_dim": 80, "width": 128, "block": 32, "keeps_logits": True},
-    "_update_scores": {"accumulates": True, "block": 1024},
-    "_enter": {"head_dim": 80, "width": 128},
-}
-for name, constants in KERNELS.items():
-    kernel = getattr(triton_decode, name)
-    types = {**STATE, **dict.fromkeys(ENTRIES, "*fp16"), **dict.fromkeys(constants, "constexpr")}
+HEAVY, RING = ("heavy_keys", "heavy_values"), ("ring_keys", "ring_values")
+SIZES = {"head_dim": 80, "width": 128}
+WITHIN = {"block": 32, "keeps_logits": True}
+IN_16_BIT, IN_4_BITS = {"heavy_entry": 80, "ring_entry": 80}, {"heavy_entry": 48, "ring_entry": 48}
+RING_IN_16_BIT = {"heavy_entry": 48, "ring_entry": 80}
+TILES = {"row_tile": 16, "output_tile": 32, "group_tile": 4, "group": 64, "has_bias": True}
+KERNELS = [
+    ("_attend", {**SIZES, **WITHIN, **IN_16_BIT}),
+    ("_attend", {**SIZES, **WITHIN, **IN_4_BITS}),
+    ("_attend", {**SIZES, **WITHIN, **RING_IN_16_BIT}),
+    ("_update_scores", {"accumulates": True, "block": 1024}),
+    ("_enter", {**SIZES, **IN_16_BIT}),
+    ("_enter", {**SIZES, **IN_4_BITS}),
+    ("_enter", {**SIZES, **RING_IN_16_BIT}),
+    ("_multiply", TILES),
+    ("_multiply", {**TILES, "row_tile": 64}),
+]
+precision, capability = sys.argv[1], int(sys.argv[2])
+for name, constants in KERNELS:
+    kernel = getattr(triton_products if name == "_multiply" else triton_decode, name)
+    heavy, ring = ("*u8" if constants.get(f"{region}_entry") == 48 else precision for region in ("heavy", "ring"))
+    regions = {**dict.fromkeys(HEAVY, heavy), **dict.fromkeys(RING, ring), "entries": "*u8"}
+    others = dict.fromkeys(("query", "output", "keys", "values", "x", "bias"), precision)
+    types = {**STATE, **others, **regions, **dict.fromkeys(constants, "constexpr")}
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     values = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
-    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 75, 32))
+    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", capability, 32))
     print(name, len(compiled.asm["cubin"]) > 0)
 """
 
 
-def test_the_kernels_compile_for_a_gpu(tmp_path: Any) -> None:
+@pytest.mark.parametrize(("precision", "capability"), [("*fp16", 75), ("*bf16", 90)])
+def test_the_kernels_compile_for_a_gpu(tmp_path: Any, precision: str, capability: int) -> None:
     """The interpreter takes much that the compiler does not. 75 is a T4."""
     variables = {**environment(), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE]
+    command = [sys.executable, "-c", COMPILE, precision, str(capability)]
     result = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.split() == "_attend True _update_scores True _enter True".split(), result.stderr
+    compiled = result.stdout.split()
+    assert compiled[1::2] == ["True"] * 9, result.stderr
 
 
 # --- the choice ---
@@ -282,7 +345,7 @@ def test_a_way_that_fails_is_left_out() -> None:
     assert [name for name, _ in ways.calls].count("Triton") == 1
 
 
-def steps_of(preferred: str | None) -> list[Tensor]:
+def steps_of(preferred: str | None, in_4_bits: str = "") -> list[Tensor]:
     """All that some decode steps leave behind, with both operators chosen by a trial that one way wins; None: torch."""
     times = iter([1.0, 2.0] * 100 if preferred == "torch" else [2.0, 1.0] * 100)
 
@@ -292,7 +355,7 @@ def steps_of(preferred: str | None) -> list[Tensor]:
 
     attend: Any = cuda.attention(decode.attend_with_torch, seconds) if preferred else decode.attend_with_torch
     enter: Any = cuda.entry(decode.enter_with_torch, seconds) if preferred else decode.enter_with_torch
-    unit = make_unit(heavy=(3, 3), ring=(4, 4), empty=0.0)
+    unit = make_unit(heavy=(3, 3), ring=(4, 4), empty=0.0, in_4_bits=in_4_bits)
     regions = (unit.heavy_keys, unit.heavy_values, unit.ring_keys, unit.ring_values)
     columns = torch.arange(7, dtype=torch.int32, device=DEVICE).repeat(2, 3, 1)
     unit.losers.zero_()
@@ -307,18 +370,21 @@ def steps_of(preferred: str | None) -> list[Tensor]:
     return [*outputs, *regions, unit.scores, columns, unit.losers]
 
 
+@pytest.mark.parametrize("in_4_bits", ["", "heavy ring", "heavy"])
 @pytest.mark.parametrize("preferred", ["torch", "Triton"])
-def test_a_trial_changes_nothing_of_what_it_was_made_for(preferred: str) -> None:
-    for ours, theirs in zip(steps_of(preferred), steps_of(None), strict=True):
+def test_a_trial_changes_nothing_of_what_it_was_made_for(preferred: str, in_4_bits: str) -> None:
+    for ours, theirs in zip(steps_of(preferred, in_4_bits), steps_of(None, in_4_bits), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_sizes_of_another_power_of_two_are_tried_anew_and_4_bits_are_torchs() -> None:
+def test_sizes_of_another_power_of_two_are_tried_anew_and_what_lies_otherwise_is_torchs() -> None:
     kinds = [cuda._kind_of_attention(*make_unit(ring=(64, live)).arguments) for live in (16, 31, 32)]
     assert kinds[0] == kinds[1] != kinds[2]
     unit = make_unit()
-    in_4_bits = replace(unit, heavy_keys=unit.heavy_keys.to(torch.uint8), heavy_values=unit.heavy_values.byte())
-    assert cuda._kind_of_attention(*in_4_bits.arguments) is None
+    in_4_bits = [make_unit(head_dim=head_dim, in_4_bits="heavy ring") for head_dim in (16, 20)]
+    kinds = [cuda._kind_of_attention(*unit.arguments) for unit in in_4_bits]
+    assert kinds[0] is not None and kinds[0] != cuda._kind_of_attention(*make_unit().arguments)
+    assert kinds[1] is None
     strided = replace(unit, ring_keys=unit.ring_keys.transpose(1, 2).contiguous().transpose(1, 2))
     assert cuda._kind_of_attention(*strided.arguments) is None
 

@@ -1,9 +1,11 @@
 """Matrices in 4-bit groups, a row an entry of bytes (quant.py), multiplied after their values have been restored.
 
-For every device and precision. A part of the outputs at a time is decoded into a buffer that all matrices share.
+For every device and precision. A part of the outputs at a time is decoded into a buffer that all matrices share. On a
+GPU few rows are multiplied with the codes, where a trial finds that faster (kernels/cuda.py).
 """
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from flexgen_h2o import quant
 from flexgen_h2o.footprint import DECODED_BYTES
 from flexgen_h2o.kernels import quantised
+from flexgen_h2o.kernels.fastest import Way
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
 from flexgen_h2o.quant_format import GROUP, entry_bytes, groups_of
@@ -23,65 +26,61 @@ def decoding_bytes(inputs: int, dtype: torch.dtype) -> int:
     return 8 * -(-inputs // 2) + (0 if dtype == torch.float32 else inputs * dtype.itemsize)
 
 
+def multiply_restored(x: Tensor, entries: Tensor, bias: Tensor | None, output: Tensor, buffer: Tensor) -> Tensor:
+    """x . weight^T + bias, in parts that fit the buffer.
+
+    Args:
+        x: [rows, in]. entries: [out, entry_bytes(in)] uint8 of the weight. bias: [out]. output: [rows, out], written.
+        buffer: [n] uint8, for at least one row of the weight.
+    """
+    at_once = _rows_at_once(buffer, x.shape[1], x.dtype)
+    for start in range(0, len(entries), at_once):
+        part = slice(start, start + at_once)
+        weight, target = _decode(entries[part], x.shape[1], x.dtype, buffer), output[:, part]
+        if bias is None:
+            torch.mm(x, weight.t(), out=target)
+        else:
+            torch.addmm(bias[part], x, weight.t(), out=target)
+    return output
+
+
 class QuantisedRowMatrix:
     """A matrix whose rows are entries.
 
     Args:
         storage: [out, entry_bytes(in)] uint8.
         buffer: [n] uint8, for at least one row.
+        multiply: takes what multiply_restored() takes.
     """
 
-    def __init__(self, storage: Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Tensor):
+    def __init__(
+        self,
+        storage: Tensor,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        buffer: Tensor,
+        multiply: Way = multiply_restored,
+    ):
         self.shape = shape
         self._storage = storage
         self._dtype = dtype
-        self._at_once = max(1, buffer.nbytes // decoding_bytes(shape[1], dtype))
         self._buffer = buffer
+        self._multiply = multiply
 
     def product(self, x: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
-        for start in range(0, self.shape[0], self._at_once):
-            part = slice(start, start + self._at_once)
-            weight, target = self._decode(self._storage[part]), output[:, part]
-            if bias is None:
-                torch.mm(x, weight.t(), out=target)
-            else:
-                torch.addmm(bias[part], x, weight.t(), out=target)
+        self._multiply(x, self._storage, bias, output, self._buffer)
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         wanted = ids.reshape(-1)
         found = torch.empty(len(wanted), self.shape[1], dtype=self._dtype, device=self._storage.device)
-        for part, target in zip(wanted.split(self._at_once), found.split(self._at_once), strict=True):
-            target.copy_(self._decode(self._storage[part]))
+        at_once = _rows_at_once(self._buffer, self.shape[1], self._dtype)
+        for part, target in zip(wanted.split(at_once), found.split(at_once), strict=True):
+            target.copy_(_decode(self._storage[part], self.shape[1], self._dtype, self._buffer))
         return found.view(*ids.shape, self.shape[1])
 
     def dense(self) -> Tensor:
         return self.rows(torch.arange(self.shape[0], device=self._storage.device))
-
-    def _decode(self, entries: Tensor) -> Tensor:
-        """Values [n, in] of entries [n, entry_bytes(in)], in the buffer; the same as quant.decode()'s."""
-        inputs = self.shape[1]
-        code_bytes, groups = -(-inputs // 2), groups_of(inputs)
-        wide = 8 * code_bytes * len(entries)
-        values = self._buffer[:wide].view(torch.float32).view(len(entries), code_bytes, 2)
-        low, high, packed = values[..., 0], values[..., 1], entries[:, :code_bytes]
-        high.copy_(packed).mul_(1 / 16).floor_()
-        low.copy_(packed).sub_(high, alpha=16)
-        metadata = entries[:, code_bytes:].clone(memory_format=torch.contiguous_format)  # at an even address
-        ranges = metadata.view(torch.bfloat16).float().view(len(entries), groups, 2)
-        flat, whole = values.view(len(entries), 2 * code_bytes), inputs // GROUP
-        for columns, of_groups in (
-            (slice(0, whole * GROUP), slice(0, whole)),
-            (slice(whole * GROUP, inputs), slice(whole, groups)),
-        ):
-            part = flat[:, columns]
-            if part.numel():
-                part = part.unflatten(1, (of_groups.stop - of_groups.start, -1))
-                part.mul_(ranges[:, of_groups, :1]).add_(ranges[:, of_groups, 1:])
-        if self._dtype == torch.float32:
-            return flat[:, :inputs]
-        nbytes = len(entries) * inputs * self._dtype.itemsize
-        return self._buffer[wide : wide + nbytes].view(self._dtype).view(-1, inputs).copy_(flat[:, :inputs])
 
 
 class QuantisedRowLayout:
@@ -95,6 +94,11 @@ class QuantisedRowLayout:
 
     def __init__(self, device_type: str = "cpu"):
         self._decoded_bytes = DECODED_BYTES.get(device_type, DECODED_BYTES["cpu"])
+        self._multiply: Way = multiply_restored
+        if device_type == "cuda" and find_spec("triton") is not None:  # it comes with torch, but not on every system
+            from flexgen_h2o.kernels import cuda
+
+            self._multiply = cuda.product_in_4_bits(multiply_restored, cuda.event_seconds)
 
     @property
     def tables(self) -> "QuantisedRowLayout":
@@ -122,7 +126,7 @@ class QuantisedRowLayout:
     def matrix(self, storage: Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Tensor) -> Matrix:
         if storage.is_meta:
             return PlainMatrix(storage.new_empty(shape, dtype=dtype))  # shapes are all that matters there
-        return QuantisedRowMatrix(storage, shape, dtype, buffer)
+        return QuantisedRowMatrix(storage, shape, dtype, buffer, self._multiply)
 
     def buffer_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
         sizes = ((out, decoding_bytes(inputs, dtype)) for out, inputs in shapes)
@@ -130,3 +134,33 @@ class QuantisedRowLayout:
 
     def result_bytes(self, rows: int, out: int, itemsize: int) -> int:
         return 0
+
+
+def _rows_at_once(buffer: Tensor, inputs: int, dtype: torch.dtype) -> int:
+    """How many rows are restored at once."""
+    return max(1, buffer.nbytes // decoding_bytes(inputs, dtype))
+
+
+def _decode(entries: Tensor, inputs: int, dtype: torch.dtype, buffer: Tensor) -> Tensor:
+    """Values [n, in] of entries [n, entry_bytes(in)], in the buffer; the same as quant.decode()'s."""
+    code_bytes, groups = -(-inputs // 2), groups_of(inputs)
+    wide = 8 * code_bytes * len(entries)
+    values = buffer[:wide].view(torch.float32).view(len(entries), code_bytes, 2)
+    low, high, packed = values[..., 0], values[..., 1], entries[:, :code_bytes]
+    high.copy_(packed).mul_(1 / 16).floor_()
+    low.copy_(packed).sub_(high, alpha=16)
+    metadata = entries[:, code_bytes:].clone(memory_format=torch.contiguous_format)  # at an even address
+    ranges = metadata.view(torch.bfloat16).float().view(len(entries), groups, 2)
+    flat, whole = values.view(len(entries), 2 * code_bytes), inputs // GROUP
+    for columns, of_groups in (
+        (slice(0, whole * GROUP), slice(0, whole)),
+        (slice(whole * GROUP, inputs), slice(whole, groups)),
+    ):
+        part = flat[:, columns]
+        if part.numel():
+            part = part.unflatten(1, (of_groups.stop - of_groups.start, -1))
+            part.mul_(ranges[:, of_groups, :1]).add_(ranges[:, of_groups, 1:])
+    if dtype == torch.float32:
+        return flat[:, :inputs]
+    nbytes = len(entries) * inputs * dtype.itemsize
+    return buffer[wide : wide + nbytes].view(dtype).view(-1, inputs).copy_(flat[:, :inputs])
