@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.extents import Extent, as_bytes, host_bytes
-from flexgen_h2o.units import PAGE
+from flexgen_h2o.units import HUGE_PAGE, PAGE
 
 REQUEST_BYTES = 8 * 2**20
-HUGE_PAGE = 2 * 2**20  # of x86-64, and of arm64 with small pages of 4096
 Ended = Callable[[int], str]  # (bytes done) -> sentence
 # What a file system answers that does not know O_DIRECT.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o import direct_io
-from flexgen_h2o.direct_io import HUGE_PAGE, DirectFile, aligned_bytes, read_direct, write_direct
+from flexgen_h2o.direct_io import DirectFile, aligned_bytes, read_direct, write_direct
 from flexgen_h2o.extents import Extent
-from flexgen_h2o.units import PAGE
+from flexgen_h2o.units import HUGE_PAGE, PAGE, whole_huge_pages
 
 REQUEST = 4 * PAGE  # small, so that files of some pages take several requests
 SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, REQUEST - 1, REQUEST, REQUEST + 1, 3 * REQUEST, 3 * REQUEST + PAGE + 7]
@@ -251,3 +251,12 @@ def test_requests_are_as_large_as_they_may_be() -> None:
         (3 * REQUEST, 3 * REQUEST + 9),
     ]
     assert [(at.start, at.stop) for at in direct_io._cut(5, 9, REQUEST)] == [(5, 9)]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(0, 0), (1, 1), (HUGE_PAGE // 2, HUGE_PAGE // 2), (HUGE_PAGE // 2 + 1, HUGE_PAGE), (HUGE_PAGE, HUGE_PAGE)]
+    + [(HUGE_PAGE + 1, 2 * HUGE_PAGE), (5 * HUGE_PAGE - PAGE, 5 * HUGE_PAGE)],
+)
+def test_buffers_are_whole_huge_pages_unless_that_doubles_them(nbytes: int, expected: int) -> None:
+    assert whole_huge_pages(nbytes) == expected

@@ -21,7 +21,7 @@ from flexgen_h2o.placement import Tier
 from flexgen_h2o.schedule import LoadCache
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load, start_store
-from flexgen_h2o.units import whole_pages
+from flexgen_h2o.units import whole_huge_pages, whole_pages
 
 LEDGER_LINE = "KV cache"
 WORKING_LINE = "KV working buffers"
@@ -97,7 +97,7 @@ class KVCache:
         try:
             self._make_homes(homes, run_folder)
             needs_working = any(not self._in_reach(unit) for layer in self.units for unit in layer)
-            self._working = [self._make_working() for _ in range(look_ahead + 1)] if needs_working else []
+            self._working = self._make_working(look_ahead + 1) if needs_working else []
         except BaseException:
             self.close()
             raise
@@ -294,10 +294,13 @@ class KVCache:
                 units.append(Unit(tier, KVBuffer(shape, self.rule, self._dtype, storage)))
         return units
 
-    def _make_working(self) -> WorkingBuffer:
+    def _make_working(self, count: int) -> list[WorkingBuffer]:
+        """Buffers for the largest unit, in one piece, which has the better chance of huge pages."""
         largest = max(self._shapes, key=lambda shape: shape.rows)
-        storage = self._allocate("gpu", whole_pages(largest.nbytes(self._dtype.itemsize)), WORKING_LINE)
-        return WorkingBuffer(KVBuffer(largest, self.rule, self._dtype, storage))
+        nbytes = whole_pages(largest.nbytes(self._dtype.itemsize))
+        storage = self._allocate("gpu", whole_huge_pages(count * nbytes), WORKING_LINE)
+        parts = storage[: count * nbytes].split(nbytes)
+        return [WorkingBuffer(KVBuffer(largest, self.rule, self._dtype, part)) for part in parts]
 
     def _allocate(self, tier: Tier, nbytes: int, line: str) -> Tensor:
         stored = self._tiers.allocate(tier, line, (nbytes,), torch.uint8, line, pin=True)

@@ -15,6 +15,7 @@ from flexgen_h2o.direct_io import DirectFile, aligned_bytes
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.extents import free_disk_bytes
 from flexgen_h2o.tiers import gb
+from flexgen_h2o.units import PAGE, whole_pages
 
 SHIFT = 0x9E3779B97F4A7C1  # odd, so that bytes come again only after 2**64 shifts
 
@@ -95,7 +96,7 @@ def check_folder(folder: Path, nbytes: int) -> None:
 
 
 class Disk:
-    """A disk's rates, as a subject. Each trial reads or writes the whole test file.
+    """A disk's rates, as a subject. Each trial reads or writes the whole test file, or half of it each at once.
 
     Args:
         in_flight: numbers of requests in flight that are tried past the page cache.
@@ -120,18 +121,21 @@ class Disk:
                         yield from self._rates(f"{direction}/direct/{count}", self._file.direct, move, pool)
             if self._buffered or not self._file.direct.is_direct:
                 yield from self._rates(f"{direction}/buffered/1", self._file.buffered, move, None)
+        if self._file.direct.is_direct:
+            yield "disk/both/direct/1", self._both()
 
     def missing(self) -> dict[str, str]:
         """Names of rates that cannot be measured here, with the reason."""
         if self._file.direct.refusal is None:
             return {}
         reason = "the file system of the test file refuses O_DIRECT"
-        return {
-            f"{kind}/{direction}/direct/{count}": reason
+        names = [
+            f"{kind}/{direction}/direct/{count}"
             for kind in ("disk", "disk_cpu")
             for direction in ("read", "write")
             for count in self._in_flight
-        }
+        ]
+        return dict.fromkeys([*names, "disk/both/direct/1"], reason)
 
     def _rates(self, name: str, file: DirectFile, move: Move, pool: Executor | None) -> Iterator[tuple[str, float]]:
         self._file.shuffle()
@@ -145,6 +149,23 @@ class Disk:
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
         yield f"disk/{name}", self._file.nbytes / seconds
         yield f"disk_cpu/{name}", max(cpu_seconds, 1e-9) / self._file.nbytes
+
+    def _both(self) -> float:
+        """Bytes per second of the first half of the file read, and the second written, at once, a thread each."""
+        file, size, memory = self._file, self._file.nbytes, self._file.memory
+        middle, at_once = whole_pages(size // 2), len(memory) // 2 // PAGE * PAGE
+        halves = (0, middle, self._read, memory[:at_once]), (middle, size, self._write, memory[at_once : 2 * at_once])
+        file.shuffle()
+
+        def pass_over(start: int, stop: int, move: Move, passing: Tensor) -> None:
+            for at in range(start, stop, len(passing)):
+                move(file.direct, at, passing[: stop - at], None)
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(halves)) as pool:
+            for done in [pool.submit(pass_over, *half) for half in halves]:
+                done.result()
+        return size / (time.perf_counter() - started)
 
     def _read(self, file: DirectFile, start: int, part: Tensor, pool: Executor | None) -> None:
         file.read(part, start, pool)

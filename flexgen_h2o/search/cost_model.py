@@ -9,6 +9,7 @@ al. 2023, arXiv 2303.06865, section 4.2 and appendix A.3, whose model takes the 
     - With H2O (Zhang et al. 2023, arXiv 2306.14048) a step reads the kept entries, however long the text is; after
       prefill only these go back; and a step on the CPU sends queries, keys and values one way, outputs the other.
     - Decode's products run over groups of rows, prefill's over sub-batches.
+    - A disk may do one thing at a time: reads and writes share the lane `disk`, by what was measured of both at once.
     - What is done for a sub-batch, or a group, in a layer has a fixed time too: on a GPU that of issuing it, while the
       GPU computes what was issued before; on the CPU it adds.
     - Hidden states move in prefill alone. What lies outside the layers is brought once and stays.
@@ -31,7 +32,8 @@ from flexgen_h2o.search.sizes import Job, MemoryPlan
 
 Lanes = dict[str, float]  # seconds by resource
 PHASES = ("prefill", "decode")
-LANES = ("compute", "issue", "host", "h2d", "d2h", "disk_read", "disk_write", "host_memory")
+LANES = ("compute", "issue", "host", "h2d", "d2h", "disk_read", "disk_write", "disk", "host_memory")
+SHARED = ("disk", "host_memory")  # what passes these has a lane of its own too
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class CostModel:
         """Seconds of a phase from those of its lanes."""
         if overlap:
             return max(lanes.values())
-        return sum(seconds for lane, seconds in lanes.items() if lane != "host_memory")
+        return sum(seconds for lane, seconds in lanes.items() if lane not in SHARED)
 
     def achieved(self, plan: MemoryPlan) -> dict[str, Lanes]:
         """The phases of a policy with the homes that its tensors and units come to have."""
@@ -251,6 +253,8 @@ class CostModel:
             seconds["disk_read"] = disk_read / hardware.disk_read_bytes_s()
         if disk_write:
             seconds["disk_write"] = disk_write / hardware.disk_write_bytes_s()
+        alone = seconds["disk_read"] + seconds["disk_write"]
+        seconds["disk"] = alone * hardware.disk_both_share if alone else 0.0
         if joint:
             seconds["compute"] += issuing
             if disk_read:

@@ -139,6 +139,17 @@ class Hardware:
         """Bytes to disk in a second, likewise."""
         return self.rates[self.disk_setting("write")].value
 
+    @property
+    def disk_both_share(self) -> float:
+        """Seconds that reading and writing as much take at once, over those that they take alone, added.
+
+        From 0.5 of a disk that does both as if it were two, to 1 of one that does one at a time; 0 if it is not known.
+        """
+        both = self.rates.get("disk/both/direct/1")
+        if both is None:
+            return 0.0
+        return 2 / both.value / (1 / self.disk_read_bytes_s() + 1 / self.disk_write_bytes_s())
+
     def disk_read_cpu_s_per_byte(self) -> float:
         """Processor time of a byte from disk, in the setting of disk_read_bytes_s()."""
         return self.rate(self.disk_setting("read").replace("disk/", "disk_cpu/")).value

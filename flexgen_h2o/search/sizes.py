@@ -18,7 +18,7 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.quant_format import entry_bytes
 from flexgen_h2o.search.hardware import ITEMSIZES
 from flexgen_h2o.search.weight_plan import PlacedWeights, WeightForm, place
-from flexgen_h2o.units import whole_pages
+from flexgen_h2o.units import whole_huge_pages, whole_pages
 
 STATE_BYTES = 8  # of a slot: score and column
 LOGITS = {"cpu": PREFILL_LOGITS, "cuda": GPU_PREFILL_LOGITS}
@@ -219,7 +219,8 @@ class MemoryPlan:
             self._add(found, tier, "hidden states", self.hidden_shares[index] * hidden)
         self._add(found, "gpu", "weight read buffers", self._placed.buffers)
         if self._out_of_reach(self.cache_shares):
-            self._add(found, "gpu", "KV working buffers", (1 + policy.look_ahead) * whole_pages(int(unit)))
+            working = whole_huge_pages((1 + policy.look_ahead) * whole_pages(int(unit)))
+            self._add(found, "gpu", "KV working buffers", working)
         return found
 
     def peaks(self) -> dict[Tier, float]:

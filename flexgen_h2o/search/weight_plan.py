@@ -8,7 +8,7 @@ from math import prod
 from flexgen_h2o.model_config import ModelConfig, Shapes
 from flexgen_h2o.placement import TIERS, Shares, Tier, WeightHomes, place_weights, small_first
 from flexgen_h2o.quant_format import entry_bytes
-from flexgen_h2o.units import whole_pages
+from flexgen_h2o.units import whole_huge_pages, whole_pages
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,4 @@ def _buffer(
     sizes = {name: whole_pages(form.nbytes(shape)) for name, shape in small_first(shapes).items()}
     order = list(sizes)
     away = [order.index(name) for name in order if any(homes[prefix + name] not in reachable for prefix in prefixes)]
-    return float(sum(sizes[name] for name in order[away[0] : away[-1] + 1])) if away else 0.0
+    return float(whole_huge_pages(sum(sizes[name] for name in order[away[0] : away[-1] + 1]))) if away else 0.0

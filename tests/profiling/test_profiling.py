@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -249,12 +250,33 @@ def test_every_way_to_the_disk_is_measured(tmp_path: Path) -> None:
         subject = Disk(file, (1, 4), buffered=True)
         names = [name for name, value in subject.trial() if value > 0]
         assert subject.missing() == {}
-    assert sorted(names) == sorted(
+    ways = [
         f"{kind}/{direction}/{path}"
         for kind in ("disk", "disk_cpu")
         for direction in ("read", "write")
         for path in ("direct/1", "direct/4", "buffered/1")
-    )
+    ]
+    assert sorted(names) == sorted([*ways, "disk/both/direct/1"])
+
+
+def test_both_directions_at_once_pass_over_half_of_the_file_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TestFile(tmp_path, FILE_BYTES, AT_ONCE) as file:
+        moved: dict[str, list[tuple[int, int]]] = {"read": [], "write": []}
+        for name, ranges in moved.items():
+            move = getattr(file.direct, name)
+            before = name == "read"
+
+            def noted(*args: Any, move: Any = move, ranges: Any = ranges, reads: bool = before) -> None:
+                memory, at = (args[0], args[1]) if reads else (args[1], args[0])
+                ranges.append((at, at + memory.nbytes))
+                move(*args)
+
+            monkeypatch.setattr(file.direct, name, noted)
+        assert Disk(file, (1,), buffered=False)._both() > 0
+    covered = [at for ranges in moved.values() for at in ranges]
+    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])] and covered[-1][1] == FILE_BYTES
 
 
 def test_where_direct_io_is_refused_the_page_cache_stands_in(tmp_path: Path) -> None:
@@ -263,7 +285,7 @@ def test_where_direct_io_is_refused_the_page_cache_stands_in(tmp_path: Path) -> 
         subject = Disk(file, (1, 2), buffered=False)
         assert {name.split("/")[2] for name, _ in subject.trial()} == {"buffered"}
         missing = subject.missing()
-    assert len(missing) == 8 and set(missing.values()) == {"the file system of the test file refuses O_DIRECT"}
+    assert len(missing) == 9 and set(missing.values()) == {"the file system of the test file refuses O_DIRECT"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])

@@ -10,8 +10,9 @@ from planning import T4, achieved, job, machine, on_t4
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import Policy
-from flexgen_h2o.search.cost_model import CostModel, Lanes
+from flexgen_h2o.search.cost_model import SHARED, CostModel, Lanes
 from flexgen_h2o.search.search import predict
+from flexgen_h2o.search.simulate import simulate
 from flexgen_h2o.search.sizes import Job, MemoryPlan
 
 OFFLOADED = Percent(0, 100, 0, 100, 0, 100)
@@ -86,11 +87,27 @@ def test_disk_units_go_both_ways_whole() -> None:
     assert lanes["h2d"] == pytest.approx(unit / 10e9) and lanes["d2h"] == pytest.approx(unit / 8e9)
 
 
+@pytest.mark.parametrize(("both", "share"), [(None, 0.0), (4e9 / 3, 1.0), (2e9, 2 / 3)])
+def test_reads_and_writes_share_a_disk_as_far_as_was_measured(both: float | None, share: float) -> None:
+    changes = {} if both is None else {"disk/both/direct/1": both}
+    one = replace(job("opt-125m", 100, 28, device="cpu"), dtype="float16")
+    model = CostModel(one, machine("cpu", **changes))
+    policy = Policy(4, 6, None, Percent(100, 0, 0, 0, 100, 0))
+    lanes = achieved(model, policy)["decode"]
+    assert lanes["disk"] == pytest.approx(share * (lanes["disk_read"] + lanes["disk_write"]))
+    assert achieved(model, Policy(4, 6))["decode"]["disk"] == 0
+    walked = simulate(model, policy).projection.lanes["decode"]
+    assert walked.get("disk", 0.0) == pytest.approx(share * (walked["disk_read"] + walked["disk_write"]), rel=0.1)
+    if share == 1:
+        assert predict(model, policy).decode_s == pytest.approx(27 * lanes["disk"])
+        assert predict(model, replace(policy, overlap=False)).decode_s < 27 * (lanes["compute"] + 1.01 * lanes["disk"])
+
+
 def test_on_a_cpu_nothing_is_copied_and_everything_adds() -> None:
     one = replace(job("opt-125m", 100, 28, device="cpu"), dtype="float16")
     model = CostModel(one, machine("cpu"))
     lanes = achieved(model, Policy(4, 2, None, Percent(50, 0, 100, 0, 100, 0)))["decode"]
-    assert set(lanes) == {"compute", "disk_read", "disk_write"}
+    assert set(lanes) == {"compute", "disk_read", "disk_write", "disk"}
     resident = achieved(model, Policy(4, 2))["decode"]
     read = lanes["disk_read"] * 2e9
     assert lanes["compute"] - resident["compute"] == pytest.approx(read * 1e-11 / 4)
@@ -110,7 +127,7 @@ def test_without_overlap_a_phase_takes_the_sum() -> None:
     model, policy = on_t4(), Policy(8, 4, None, OFFLOADED)
     lanes = achieved(model, replace(policy, overlap=False))["prefill"]
     apart = predict(model, replace(policy, overlap=False)).prefill_s
-    assert apart == pytest.approx(sum(seconds for lane, seconds in lanes.items() if lane != "host_memory"))
+    assert apart == pytest.approx(sum(seconds for lane, seconds in lanes.items() if lane not in SHARED))
     assert predict(model, policy).prefill_s == max(achieved(model, policy)["prefill"].values()) < apart
 
 

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,9 @@ def test_lookups() -> None:
     assert (small.disk_read_bytes_s(), small.disk_read_cpu_s_per_byte()) == (2.5e9, 4e-11)
     assert (small.disk_write_bytes_s(), small.disk_write_cpu_s_per_byte()) == (1e9, 8e-11)
     assert small.noisy == ["memory/cpu/read/2"]
+    assert small.disk_both_share == 0
+    both = replace(small, rates={**small.rates, "disk/both/direct/1": measured(1.6e9, "byte/s")})
+    assert both.disk_both_share == pytest.approx((2 / 1.6) / (1 / 2.5 + 1 / 1))
 
 
 @pytest.mark.parametrize(
