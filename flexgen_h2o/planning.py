@@ -15,9 +15,10 @@ from flexgen_h2o.platforms import dtype_name
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.predict import Budgets, predict
+from flexgen_h2o.search.predict import Budgets
 from flexgen_h2o.search.projection import Projection
 from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
+from flexgen_h2o.search.simulate import simulate
 from flexgen_h2o.search.sizes import Job, MemoryPlan
 
 USED_SHARE = 0.98  # of a budget: the search's sizes agree with the ledger to within 2 %
@@ -165,7 +166,10 @@ def _batch_sizes(num_prompts: int | None) -> list[int]:
 
 
 def predicted(llm: LLM, hardware: Hardware | None, work: Workload) -> dict[str, Any] | None:
-    """What the run is expected to take, as the report says it; None where there are no rates of its device."""
+    """What the run is expected to take, as the report says it; None where there are no rates of its device.
+
+    By a walk over its schedule: the search's own model takes for granted that everything overlaps which can.
+    """
     return _projected(llm, llm.policy, hardware, work)
 
 
@@ -179,7 +183,7 @@ def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Worklo
         blocks.append(_smaller(policy, rest))
     try:
         model = CostModel(_job(llm, work, hardware.device), hardware)
-        known = {block: predict(model, block) for block in set(blocks)}
+        known = {block: simulate(model, block).projection for block in set(blocks)}
     except UsageError:
         return None
     parts = [known[block] for block in blocks]
