@@ -15,7 +15,11 @@ from flexgen_h2o.planning import BLOCK_ROWS
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.policy_files import write_policy
 from flexgen_h2o.profiling import quick
+from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.hardware import Hardware, default_folder, read_hardware
+from flexgen_h2o.search.predict import predict
+from flexgen_h2o.search.projection import Projection
+from flexgen_h2o.search.simulate import Simulation, simulate
 
 IN_MEMORY = "100 0 100 0 100 0".split()
 KNOWN = read_hardware(default_folder() / "amd-epyc-2-cores.json")
@@ -93,6 +97,22 @@ def test_what_does_not_fit_is_searched_with_rates_that_are_measured_once(
         finished = run(*argv)
         assert finished.code == 0 and len(unknown_machine) == 1
         assert finished.report["predicted"]["kind"] == "projection"
+
+
+def test_what_is_expected_is_a_walk_over_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV that comes from host memory hides behind nothing while a layer's first unit is on its way."""
+    walked: list[Projection] = []
+
+    def noted(model: CostModel, policy: Policy) -> Simulation:
+        walked.append(simulate(model, policy).projection)
+        assert walked[-1].decode_s > 1.01 * predict(model, policy).decode_s
+        return simulate(model, policy)
+
+    monkeypatch.setattr("flexgen_h2o.planning.simulate", noted)
+    percent = "100 0 0 100 100 0".split()
+    block = ("--gpu-batch-size", "8", "--num-gpu-batches", "4", "--prompt-len", "64", "--gen-len", "8")
+    predicted = run(*T4, "--percent", *percent, *block, "--json").report["predicted"]
+    assert predicted["decode_s"] == walked[0].decode_s and predicted["prefill_s"] >= walked[0].prefill_s
 
 
 def test_without_rates_what_does_not_fit_is_refused(
