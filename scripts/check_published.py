@@ -118,8 +118,8 @@ def main() -> None:
             "## This engine, opt-30b in 16 bits, 20 % of the cache kept",
             "",
             "Rates are what the machine allows, several of them assumed; no run of this engine on a T4 stands behind"
-            " them. Budgets: 15 GB on the GPU, 204 GB in host memory, no disk. The limits of searched policies count 19 %"
-            " of the weights on the GPU.",
+            " them. Budgets: 15 GB on the GPU, 204 GB in host memory, no disk. The limits of searched policies count"
+            " 19 % of the weights on the GPU.",
             "",
             *t4_lines(hardware),
             "",
