@@ -15,7 +15,7 @@ from flexgen_h2o.platforms import dtype_name
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.predict import Budgets
+from flexgen_h2o.search.predict import Budgets, predict
 from flexgen_h2o.search.projection import Projection
 from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
 from flexgen_h2o.search.simulate import simulate
@@ -27,6 +27,8 @@ USED_SHARE = 0.98  # of a budget: the search's sizes agree with the ledger to wi
 BLOCK_ROWS = (32, 64, 128, 256)
 NEARLY = 1.03
 MOST_AT_ONCE = BATCH_SIZES[-1]  # rows of a sub-batch
+# Sub-batches times layers whose schedule is walked to say what a run is expected to take: about two seconds.
+MOST_WALKED = 10_000
 USED_BEFORE = ("process baseline", "weights", "temporaries")  # memory that prefill does not find new
 
 
@@ -168,7 +170,8 @@ def _batch_sizes(num_prompts: int | None) -> list[int]:
 def predicted(llm: LLM, hardware: Hardware | None, work: Workload) -> dict[str, Any] | None:
     """What the run is expected to take, as the report says it; None where there are no rates of its device.
 
-    By a walk over its schedule: the search's own model takes for granted that everything overlaps which can.
+    By a walk over its schedule, unless that is very long: the search's own model takes for granted that everything
+    overlaps which can.
     """
     return _projected(llm, llm.policy, hardware, work)
 
@@ -183,7 +186,7 @@ def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Worklo
         blocks.append(_smaller(policy, rest))
     try:
         model = CostModel(_job(llm, work, hardware.device), hardware)
-        known = {block: simulate(model, block).projection for block in set(blocks)}
+        known = {block: _expected(model, block) for block in set(blocks)}
     except UsageError:
         return None
     parts = [known[block] for block in blocks]
@@ -197,6 +200,12 @@ def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Worklo
         "throughput_tok_s": rows * work.gen_len / (prefill_s + decode_s),
         **{f"{tier}_peak_bytes": max(part.peak_bytes(tier) for part in parts) for tier in TIERS},
     }
+
+
+def _expected(model: CostModel, block: Policy) -> Projection:
+    if block.num_gpu_batches * model.job.config.num_hidden_layers > MOST_WALKED:
+        return predict(model, block)
+    return simulate(model, block).projection
 
 
 def _first_use_s(projection: Projection, hardware: Hardware) -> float:

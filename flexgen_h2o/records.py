@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from flexgen_h2o.kernels.decode import attention_path
+from flexgen_h2o.kernels.matrices import product_path
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine import peak_resident_bytes
 from flexgen_h2o.placement import TIERS
@@ -67,7 +68,7 @@ def run_report(
             "decode": _phase(llm, "decode", totals.decode_s if measured else None, hardware),
         },
         "kernels": {
-            "matrices": llm.platform.matrix_layout.name,
+            "matrices": product_path(llm.platform.matrix_layout),
             "decode_attention": attention_path(llm.device, llm.config.head_dim),
             "disk": _disk_path(llm),
             "threads": torch.get_num_threads(),
@@ -139,7 +140,7 @@ def summary(report: dict[str, Any], length: int) -> str:
         f"prefill {report['prefill_s']:.3f} s, decode {report['decode_s']:.3f} s, loading {report['load_s']:.3f} s"
     )
     kernels = report["kernels"]
-    lines.append(f"products: matrices in {kernels['matrices']} layout; decode attention: {kernels['decode_attention']}")
+    lines.append(f"products: matrices in {kernels['matrices']}; decode attention: {kernels['decode_attention']}")
     if kernels["disk"] is not None:
         lines.append(f"disk: {kernels['disk']}")
     lines += _limit_lines(report["phases"])

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexgen_h2o.direct_io import aligned_bytes
 from flexgen_h2o.extents import Extent
 from flexgen_h2o.placement import TIERS, Tier
-from flexgen_h2o.units import GB
+from flexgen_h2o.units import GB, whole_huge_pages
 
 
 def gb(count: float) -> str:
@@ -160,6 +160,10 @@ class Tiers:
         """Where torch allocates a tier's tensors."""
         on_host = tier == "cpu" and self.device.type == "cuda"
         return torch.device("cpu") if on_host else self.device
+
+    def buffer_bytes(self, nbytes: int) -> int:
+        """What a buffer on the device takes that so many bytes are loaded into: files go there directly, or not."""
+        return whole_huge_pages(nbytes) if self.ledger.joint else nbytes
 
     def allocate(
         self, tier: Tier, name: str, shape: tuple[int, ...], dtype: torch.dtype, group: str, pin: bool = False

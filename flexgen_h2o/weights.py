@@ -20,7 +20,7 @@ from flexgen_h2o.placement import Tier, WeightHomes, small_first
 from flexgen_h2o.schedule import OUTER, FetchWeights
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load
-from flexgen_h2o.units import whole_huge_pages, whole_pages
+from flexgen_h2o.units import whole_pages
 from flexgen_h2o.weight_files import WeightFolder, WeightPlace, lay_out
 from flexgen_h2o.weight_sources import TensorSource
 
@@ -109,7 +109,8 @@ class ReadBuffer:
     """Memory on the device for one page's parameters, in one piece, laid out as the page's file.
 
     Attributes:
-        memory: [n] uint8, of the file's bytes from `start` on; None where everything is in reach at home.
+        memory: [n] uint8, for the file's bytes from `start` on, which may be fewer; None where everything is in reach
+            at home.
         storage: by name relative to the page.
         parameters: what is in it, for compute.
         page: which one was last fetched.
@@ -348,7 +349,8 @@ class WeightStore:
         places = {name: self._places[full_name(pages[0], name)] for name in away}
         start = places[away[0]].offset
         nbytes = places[away[-1]].offset + whole_pages(places[away[-1]].nbytes) - start
-        stored = self._tiers.allocate("gpu", READ_LINE, (whole_huge_pages(nbytes),), torch.uint8, READ_LINE)
+        nbytes = self._tiers.buffer_bytes(nbytes)
+        stored = self._tiers.allocate("gpu", READ_LINE, (nbytes,), torch.uint8, READ_LINE)
         self._allocated.append((stored, READ_LINE))
         memory = stored.resident(self._tiers.reachable)
         storage: dict[str, Tensor] = {}

@@ -113,6 +113,9 @@ def test_what_is_expected_is_a_walk_over_the_schedule(monkeypatch: pytest.Monkey
     block = ("--gpu-batch-size", "8", "--num-gpu-batches", "4", "--prompt-len", "64", "--gen-len", "8")
     predicted = run(*T4, "--percent", *percent, *block, "--json").report["predicted"]
     assert predicted["decode_s"] == walked[0].decode_s and predicted["prefill_s"] >= walked[0].prefill_s
+    monkeypatch.setattr("flexgen_h2o.planning.MOST_WALKED", 4 * 12 - 1)
+    shorter = run(*T4, "--percent", *percent, *block, "--json").report["predicted"]
+    assert len(walked) == 1 and shorter["decode_s"] < predicted["decode_s"]
 
 
 def test_without_rates_what_does_not_fit_is_refused(

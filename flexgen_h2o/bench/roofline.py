@@ -72,7 +72,8 @@ class Rooflines:
 
 def with_slower_disk(hardware: Hardware, read_bytes_s: float) -> Hardware:
     """The same machine with a cap on what its disk reads per second."""
-    rates = dict(hardware.rates)
+    # Reads that are held back leave the disk to writes.
+    rates = {name: rate for name, rate in hardware.rates.items() if not name.startswith("disk_both/")}
     for name, rate in hardware.rates.items():
         if name.startswith("disk/read/") and rate.value > read_bytes_s:
             rates[name] = Rate(read_bytes_s, rate.unit, "assumed", "cap that a benchmark has set")

@@ -78,7 +78,7 @@ def _rehearse_entry(*args: Any) -> tuple[Any, ...]:
     return (*heavy, *ring, state.float(), state.int(), losers, keys, values, initial_scores, 2)
 
 
-def _kind_of_product(x: Tensor, entries: Tensor, *args: Any) -> Hashable | None:
-    if not triton_products.fits(x, entries):
+def _kind_of_product(x: Tensor, entries: Tensor, bias: Tensor | None, output: Tensor, *_: Any) -> Hashable | None:
+    if not triton_products.fits(x, entries, bias, output):
         return None
     return (x.device, x.dtype, len(entries), x.shape[1], len(x).bit_length())

@@ -18,10 +18,14 @@ SCORES_AT_ONCE = 1024
 LENGTHS = ["heavy_slots", "ring_slots", "heavy_len", "ring_len"]
 
 
-def fits(head_dim: int, *regions: Tensor) -> bool:
-    """Whether regions lie as the kernels want them. In 4 bits, words of 4 bytes have to lie at multiples of 4."""
-    return all(
-        region.is_contiguous() and (region.dtype in ENTRIES or _fits_in_4_bits(head_dim, region)) for region in regions
+def fits(head_dim: int, heavy_keys: Tensor, heavy_values: Tensor, ring_keys: Tensor, ring_values: Tensor) -> bool:
+    """Whether regions lie as the kernels want them: both in the same precision, or heavy alone in 4 bits.
+
+    In 4 bits, words of 4 bytes have to lie at multiples of 4.
+    """
+    return heavy_keys.dtype in (ring_keys.dtype, torch.uint8) and all(
+        region.is_contiguous() and (region.dtype in ENTRIES or _fits_in_4_bits(head_dim, region))
+        for region in (heavy_keys, heavy_values, ring_keys, ring_values)
     )
 
 
@@ -246,6 +250,7 @@ def _copy_entry(  # type: ignore[no-untyped-def]
         at = tl.arange(0, width)
         tl.store(target + at, tl.load(source + at, mask=at < source_entry), mask=at < source_entry)
     else:
+        tl.static_assert(target.dtype.element_ty == tl.uint8)
         quantised(source, target, head_dim, width)
 
 

@@ -21,10 +21,16 @@ OUTPUTS_AT_ONCE = 32
 GROUPS_AT_ONCE = 4
 
 
-def fits(x: Tensor, entries: Tensor) -> bool:
+def fits(x: Tensor, entries: Tensor, bias: Tensor | None, output: Tensor) -> bool:
     """Whether the kernel can multiply these: words of 4 bytes in entries have to lie at multiples of 4."""
-    aligned = x.is_contiguous() and entries.is_contiguous() and entries.data_ptr() % 4 == 0
-    return aligned and x.dtype in PRECISIONS and x.shape[1] % 8 == 0 and len(x) <= MOST_ROWS
+    contiguous = all(tensor.is_contiguous() for tensor in (x, entries, output, *([] if bias is None else [bias])))
+    return (
+        contiguous
+        and entries.data_ptr() % 4 == 0
+        and x.dtype in PRECISIONS
+        and x.shape[1] % 8 == 0
+        and len(x) <= MOST_ROWS
+    )
 
 
 def multiply_with_triton(x: Tensor, entries: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:

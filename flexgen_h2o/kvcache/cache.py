@@ -21,7 +21,7 @@ from flexgen_h2o.placement import Tier
 from flexgen_h2o.schedule import LoadCache
 from flexgen_h2o.tiers import Stored, Tiers
 from flexgen_h2o.transfer import Ticket, Transfer, start_load, start_store
-from flexgen_h2o.units import whole_huge_pages, whole_pages
+from flexgen_h2o.units import whole_pages
 
 LEDGER_LINE = "KV cache"
 WORKING_LINE = "KV working buffers"
@@ -298,7 +298,7 @@ class KVCache:
         """Buffers for the largest unit, in one piece, which has the better chance of huge pages."""
         largest = max(self._shapes, key=lambda shape: shape.rows)
         nbytes = whole_pages(largest.nbytes(self._dtype.itemsize))
-        storage = self._allocate("gpu", whole_huge_pages(count * nbytes), WORKING_LINE)
+        storage = self._allocate("gpu", self._tiers.buffer_bytes(count * nbytes), WORKING_LINE)
         parts = storage[: count * nbytes].split(nbytes)
         return [WorkingBuffer(KVBuffer(largest, self.rule, self._dtype, part)) for part in parts]
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -96,7 +97,7 @@ def check_folder(folder: Path, nbytes: int) -> None:
 
 
 class Disk:
-    """A disk's rates, as a subject. Each trial reads or writes the whole test file, or half of it each at once.
+    """A disk's rates, as a subject. Each trial reads or writes the whole test file; at once, the halves of it.
 
     Args:
         in_flight: numbers of requests in flight that are tried past the page cache.
@@ -122,7 +123,7 @@ class Disk:
             if self._buffered or not self._file.direct.is_direct:
                 yield from self._rates(f"{direction}/buffered/1", self._file.buffered, move, None)
         if self._file.direct.is_direct:
-            yield "disk/both/direct/1", self._both()
+            yield from self._both(self._in_flight[0])
 
     def missing(self) -> dict[str, str]:
         """Names of rates that cannot be measured here, with the reason."""
@@ -135,7 +136,8 @@ class Disk:
             for direction in ("read", "write")
             for count in self._in_flight
         ]
-        return dict.fromkeys([*names, "disk/both/direct/1"], reason)
+        names += [f"disk_both/{direction}/direct/{self._in_flight[0]}" for direction in ("read", "write")]
+        return dict.fromkeys(names, reason)
 
     def _rates(self, name: str, file: DirectFile, move: Move, pool: Executor | None) -> Iterator[tuple[str, float]]:
         self._file.shuffle()
@@ -150,22 +152,38 @@ class Disk:
         yield f"disk/{name}", self._file.nbytes / seconds
         yield f"disk_cpu/{name}", max(cpu_seconds, 1e-9) / self._file.nbytes
 
-    def _both(self) -> float:
-        """Bytes per second of the first half of the file read, and the second written, at once, a thread each."""
-        file, size, memory = self._file, self._file.nbytes, self._file.memory
+    def _both(self, count: int) -> Iterator[tuple[str, float]]:
+        """Bytes per second read, and written, while both go on, each with so many requests in flight.
+
+        The first half of the file is read and the second written, until one of the two is through.
+        """
+        size, memory = self._file.nbytes, self._file.memory
         middle, at_once = whole_pages(size // 2), len(memory) // 2 // PAGE * PAGE
-        halves = (0, middle, self._read, memory[:at_once]), (middle, size, self._write, memory[at_once : 2 * at_once])
-        file.shuffle()
+        self._file.shuffle()
+        through = threading.Event()
+        moved = {"read": 0, "write": 0}
 
-        def pass_over(start: int, stop: int, move: Move, passing: Tensor) -> None:
-            for at in range(start, stop, len(passing)):
-                move(file.direct, at, passing[: stop - at], None)
+        def pass_over(direction: str, start: int, stop: int, move: Move, passing: Tensor) -> None:
+            with ThreadPoolExecutor(count) as pool:
+                for at in range(start, stop, len(passing)):
+                    if through.is_set():
+                        return
+                    part = passing[: stop - at]
+                    move(self._file.direct, at, part, pool)
+                    moved[direction] += len(part)
+            through.set()
 
+        halves = (
+            ("read", 0, middle, self._read, memory[:at_once]),
+            ("write", middle, size, self._write, memory[at_once : 2 * at_once]),
+        )
         started = time.perf_counter()
-        with ThreadPoolExecutor(len(halves)) as pool:
-            for done in [pool.submit(pass_over, *half) for half in halves]:
+        with ThreadPoolExecutor(len(halves)) as both:
+            for done in [both.submit(pass_over, *half) for half in halves]:
                 done.result()
-        return size / (time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        for direction, nbytes in moved.items():
+            yield f"disk_both/{direction}/direct/{count}", max(nbytes, 1) / seconds
 
     def _read(self, file: DirectFile, start: int, part: Tensor, pool: Executor | None) -> None:
         file.read(part, start, pool)

@@ -32,7 +32,7 @@ from flexgen_h2o.search.sizes import Job, MemoryPlan
 
 Lanes = dict[str, float]  # seconds by resource
 PHASES = ("prefill", "decode")
-LANES = ("compute", "issue", "host", "h2d", "d2h", "disk_read", "disk_write", "disk", "host_memory")
+LANES = ("compute", "issue", "host", "h2d", "d2h", "disk_read", "disk_write", "host_memory")
 SHARED = ("disk", "host_memory")  # what passes these has a lane of its own too
 
 
@@ -253,8 +253,6 @@ class CostModel:
             seconds["disk_read"] = disk_read / hardware.disk_read_bytes_s()
         if disk_write:
             seconds["disk_write"] = disk_write / hardware.disk_write_bytes_s()
-        alone = seconds["disk_read"] + seconds["disk_write"]
-        seconds["disk"] = alone * hardware.disk_both_share if alone else 0.0
         if joint:
             seconds["compute"] += issuing
             if disk_read:
@@ -269,7 +267,10 @@ class CostModel:
             seconds["issue"] = issuing
             shared = to_gpu + to_host + disk_read + disk_write + read_by_host
             seconds["host_memory"] = shared / hardware.read_bytes_s("cpu") if shared else 0.0
-        return {lane: value / self.lane_shares.get(lane, 1.0) for lane, value in seconds.items()}
+        lanes = {lane: value / self.lane_shares.get(lane, 1.0) for lane, value in seconds.items()}
+        alone = lanes["disk_read"] + lanes["disk_write"]
+        lanes["disk"] = alone * hardware.disk_both_share if alone else 0.0
+        return lanes
 
 
 def _beside(compute: float, host: float, groups: float) -> Lanes:

@@ -141,14 +141,16 @@ class Hardware:
 
     @property
     def disk_both_share(self) -> float:
-        """Seconds that reading and writing as much take at once, over those that they take alone, added.
+        """Seconds that reading and writing take at once, over those that they take alone, added.
 
         From 0.5 of a disk that does both as if it were two, to 1 of one that does one at a time; 0 if it is not known.
         """
-        both = self.rates.get("disk/both/direct/1")
-        if both is None:
-            return 0.0
-        return 2 / both.value / (1 / self.disk_read_bytes_s() + 1 / self.disk_write_bytes_s())
+        for name, reading in self._named("disk_both/read/direct/"):
+            in_flight = name.rsplit("/", 1)[1]
+            writing = self.rate(f"disk_both/write/direct/{in_flight}")
+            alone = [self.rate(f"disk/{direction}/direct/{in_flight}").value for direction in ("read", "write")]
+            return min(1.0, max(0.5, 1 / (reading.value / alone[0] + writing.value / alone[1])))
+        return 0.0
 
     def disk_read_cpu_s_per_byte(self) -> float:
         """Processor time of a byte from disk, in the setting of disk_read_bytes_s()."""

@@ -138,8 +138,9 @@ class OperationTimes:
         if on_disk:
             lane = "disk_read" if loads else "disk_write"
             rate = hardware.disk_read_bytes_s() if loads else hardware.disk_write_bytes_s()
-            yield lane, on_disk / rate / self._share(lane), on_disk
-            yield "disk", on_disk / rate * hardware.disk_both_share / self._share("disk"), 0.0
+            alone = on_disk / rate / self._share(lane)
+            yield lane, alone, on_disk
+            yield "disk", alone * hardware.disk_both_share, 0.0
             if self.job.joint:
                 cost = hardware.disk_read_cpu_s_per_byte() if loads else hardware.disk_write_cpu_s_per_byte()
                 yield "processor", on_disk * cost / hardware.cores / self._share("compute"), 0.0

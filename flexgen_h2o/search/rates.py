@@ -14,7 +14,7 @@
                                                 sub-batch; both, where nothing is said
     link/DIRECTION/KIND                byte/s   h2d or d2h, from or to pinned or pageable host memory
     disk/DIRECTION/PATH/IN_FLIGHT      byte/s   read or write, direct or buffered, requests in flight
-    disk/both/direct/1                 byte/s   bytes read and bytes written, added: as many of each at once
+    disk_both/DIRECTION/PATH/IN_FLIGHT byte/s   the same while as many requests are in flight the other way
     disk_cpu/DIRECTION/PATH/IN_FLIGHT  s/byte   processor time that this takes
     threads/THREADS/STREAM/WHAT        FLOP/s or byte/s   gemm or stream: products on so many threads while one more
                                                 thread streams from disk, or copies memory
@@ -60,7 +60,7 @@ UNITS = {
     rf"operation/{_DEVICE}(/(products|attention))?": "s/layer",
     r"link/(h2d|d2h)/(pinned|pageable)": "byte/s",
     rf"disk/(read|write)/(direct|buffered)/{_COUNT}": "byte/s",
-    r"disk/both/direct/1": "byte/s",
+    rf"disk_both/(read|write)/direct/{_COUNT}": "byte/s",
     rf"disk_cpu/(read|write)/(direct|buffered)/{_COUNT}": "s/byte",
     rf"threads/{_COUNT}/(disk|copy)/gemm": "FLOP/s",
     rf"threads/{_COUNT}/(disk|copy)/stream": "byte/s",

@@ -219,8 +219,8 @@ class MemoryPlan:
             self._add(found, tier, "hidden states", self.hidden_shares[index] * hidden)
         self._add(found, "gpu", "weight read buffers", self._placed.buffers)
         if self._out_of_reach(self.cache_shares):
-            working = whole_huge_pages((1 + policy.look_ahead) * whole_pages(int(unit)))
-            self._add(found, "gpu", "KV working buffers", working)
+            working = (1 + policy.look_ahead) * whole_pages(int(unit))
+            self._add(found, "gpu", "KV working buffers", whole_huge_pages(working) if job.joint else working)
         return found
 
     def peaks(self) -> dict[Tier, float]:

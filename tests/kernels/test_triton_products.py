@@ -12,7 +12,8 @@ from matrix_products import assert_is_product, kept, random
 from torch import Tensor
 
 from flexgen_h2o import quant
-from flexgen_h2o.kernels.fastest import TRIALS, Fastest
+from flexgen_h2o.kernels.fastest import TRIALS
+from flexgen_h2o.kernels.matrices import product_path
 from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -57,13 +58,17 @@ def test_what_the_kernel_cannot_multiply_is_restored() -> None:
     def kind(rows: int, inputs: int, dtype: torch.dtype = torch.float16, offset: int = 0) -> object:
         entries = quant.encode(torch.zeros(3, inputs))
         memory = torch.zeros(entries.numel() + offset, dtype=torch.uint8)[offset:].view_as(entries)
-        return cuda._kind_of_product(torch.zeros(rows, inputs, dtype=dtype), memory, None)
+        output = torch.empty(rows, 3, dtype=dtype)
+        return cuda._kind_of_product(torch.zeros(rows, inputs, dtype=dtype), memory, None, output)
 
     assert kind(1, 64) is not None and kind(triton_products.MOST_ROWS, 8) is not None
     assert kind(8, 64) == kind(15, 64) != kind(16, 64)
     assert kind(8, 64) != kind(8, 128) and kind(8, 64) != kind(8, 64, torch.bfloat16)
     assert kind(1, 68) is None and kind(triton_products.MOST_ROWS + 1, 64) is None
     assert kind(1, 64, torch.float64) is None and kind(1, 64, offset=2) is None
+    x, entries, output = torch.zeros(2, 64), quant.encode(torch.zeros(3, 64)), torch.empty(2, 6)
+    assert cuda._kind_of_product(x, entries, None, output[:, :3]) is None
+    assert cuda._kind_of_product(x, entries, output[0, ::2], output[:, :3].contiguous()) is None
 
 
 @pytest.mark.parametrize("preferred", ["restored", "Triton"])
@@ -78,5 +83,6 @@ def test_a_layout_for_a_gpu_multiplies_the_faster_way(monkeypatch: pytest.Monkey
     for _ in range(2):  # a trial and its call, then a call
         output = torch.full((4, 9), math.nan, device=DEVICE)
         assert_is_product(matrix.product(x, None, output).cpu(), x.cpu(), kept(weight, torch.float32), None)
-    assert isinstance(layout._multiply, Fastest) and layout._multiply.names == preferred
+    assert layout.ways == preferred and product_path(layout) == f"4-bit rows, {preferred}"
+    assert product_path(QuantisedRowLayout()) == "4-bit rows"
     assert next(times, None) is None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.matrices import (
@@ -256,27 +257,33 @@ def test_every_way_to_the_disk_is_measured(tmp_path: Path) -> None:
         for direction in ("read", "write")
         for path in ("direct/1", "direct/4", "buffered/1")
     ]
-    assert sorted(names) == sorted([*ways, "disk/both/direct/1"])
+    assert sorted(names) == sorted([*ways, "disk_both/read/direct/1", "disk_both/write/direct/1"])
 
 
-def test_both_directions_at_once_pass_over_half_of_the_file_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_directions_at_once_stop_when_one_is_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with TestFile(tmp_path, FILE_BYTES, AT_ONCE) as file:
+        if not file.direct.is_direct:
+            pytest.skip("the file system refuses O_DIRECT")
         moved: dict[str, list[tuple[int, int]]] = {"read": [], "write": []}
-        for name, ranges in moved.items():
-            move = getattr(file.direct, name)
-            before = name == "read"
+        read, write = file.direct.read, file.direct.write
 
-            def noted(*args: Any, move: Any = move, ranges: Any = ranges, reads: bool = before) -> None:
-                memory, at = (args[0], args[1]) if reads else (args[1], args[0])
-                ranges.append((at, at + memory.nbytes))
-                move(*args)
+        def noted_read(target: Tensor, offset: int, pool: Any) -> None:
+            moved["read"].append((offset, offset + target.nbytes))
+            read(target, offset, pool)
 
-            monkeypatch.setattr(file.direct, name, noted)
-        assert Disk(file, (1,), buffered=False)._both() > 0
-    covered = [at for ranges in moved.values() for at in ranges]
-    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])] and covered[-1][1] == FILE_BYTES
+        def noted_write(offset: int, source: Tensor, pool: Any) -> None:
+            time.sleep(0.05)  # the slower one
+            moved["write"].append((offset, offset + source.nbytes))
+            write(offset, source, pool)
+
+        monkeypatch.setattr(file.direct, "read", noted_read)
+        monkeypatch.setattr(file.direct, "write", noted_write)
+        rates = dict(Disk(file, (2, 4), buffered=False)._both(2))
+    assert list(rates) == ["disk_both/read/direct/2", "disk_both/write/direct/2"]
+    assert rates["disk_both/read/direct/2"] > rates["disk_both/write/direct/2"] > 0
+    middle = FILE_BYTES // 2
+    assert moved["read"][0][0] == 0 and moved["read"][-1][1] == middle == moved["write"][0][0]
+    assert moved["write"][-1][1] < FILE_BYTES
 
 
 def test_where_direct_io_is_refused_the_page_cache_stands_in(tmp_path: Path) -> None:
@@ -285,7 +292,7 @@ def test_where_direct_io_is_refused_the_page_cache_stands_in(tmp_path: Path) -> 
         subject = Disk(file, (1, 2), buffered=False)
         assert {name.split("/")[2] for name, _ in subject.trial()} == {"buffered"}
         missing = subject.missing()
-    assert len(missing) == 9 and set(missing.values()) == {"the file system of the test file refuses O_DIRECT"}
+    assert len(missing) == 10 and set(missing.values()) == {"the file system of the test file refuses O_DIRECT"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])

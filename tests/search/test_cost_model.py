@@ -87,9 +87,10 @@ def test_disk_units_go_both_ways_whole() -> None:
     assert lanes["h2d"] == pytest.approx(unit / 10e9) and lanes["d2h"] == pytest.approx(unit / 8e9)
 
 
-@pytest.mark.parametrize(("both", "share"), [(None, 0.0), (4e9 / 3, 1.0), (2e9, 2 / 3)])
-def test_reads_and_writes_share_a_disk_as_far_as_was_measured(both: float | None, share: float) -> None:
-    changes = {} if both is None else {"disk/both/direct/1": both}
+@pytest.mark.parametrize(("slowed", "share"), [(None, 0.0), (2, 1.0), (1, 0.5), (1.5, 0.75), (0.9, 0.5), (3, 1.0)])
+def test_reads_and_writes_share_a_disk_as_far_as_was_measured(slowed: float | None, share: float) -> None:
+    both = {"read": 2e9, "write": 1e9}
+    changes = {} if slowed is None else {f"disk_both/{way}/direct/1": rate / slowed for way, rate in both.items()}
     one = replace(job("opt-125m", 100, 28, device="cpu"), dtype="float16")
     model = CostModel(one, machine("cpu", **changes))
     policy = Policy(4, 6, None, Percent(100, 0, 0, 0, 100, 0))
@@ -98,6 +99,8 @@ def test_reads_and_writes_share_a_disk_as_far_as_was_measured(both: float | None
     assert achieved(model, Policy(4, 6))["decode"]["disk"] == 0
     walked = simulate(model, policy).projection.lanes["decode"]
     assert walked.get("disk", 0.0) == pytest.approx(share * (walked["disk_read"] + walked["disk_write"]), rel=0.1)
+    derated = achieved(CostModel(one, machine("cpu", **changes), {"disk_read": 0.5}), policy)["decode"]
+    assert derated["disk"] == pytest.approx(share * (2 * lanes["disk_read"] + lanes["disk_write"]))
     if share == 1:
         assert predict(model, policy).decode_s == pytest.approx(27 * lanes["disk"])
         assert predict(model, replace(policy, overlap=False)).decode_s < 27 * (lanes["compute"] + 1.01 * lanes["disk"])

@@ -227,8 +227,9 @@ def test_lookups() -> None:
     assert (small.disk_write_bytes_s(), small.disk_write_cpu_s_per_byte()) == (1e9, 8e-11)
     assert small.noisy == ["memory/cpu/read/2"]
     assert small.disk_both_share == 0
-    both = replace(small, rates={**small.rates, "disk/both/direct/1": measured(1.6e9, "byte/s")})
-    assert both.disk_both_share == pytest.approx((2 / 1.6) / (1 / 2.5 + 1 / 1))
+    more = {"disk/write/direct/1": 1e9, "disk_both/read/direct/1": 1.2e9, "disk_both/write/direct/1": 0.7e9}
+    rates = {**small.rates, **{name: measured(rate, "byte/s") for name, rate in more.items()}}
+    assert replace(small, rates=rates).disk_both_share == pytest.approx(1 / (1.2 / 2 + 0.7 / 1))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from flexgen_h2o.quant_format import entry_bytes
 from flexgen_h2o.runtime import STAGED_BYTES, RunSizes, predict
 from flexgen_h2o.search.sizes import DEFAULT_BASELINE, STAGING_BYTES, Job, MemoryPlan
 from flexgen_h2o.tiers import Ledger
+from flexgen_h2o.units import HUGE_PAGE, whole_pages
 
 PERCENTS = [
     Percent(),
@@ -51,6 +52,19 @@ def test_a_plan_counts_what_the_ledger_counts(percent: Percent, device: str) -> 
     for model in ("opt-125m", "opt-350m", "opt-6.7b"):
         for policy in (Policy(4, 3, percent=percent), Policy(2, 7, 4, percent, overlap=False)):
             assert_agrees(job(model, 100, 28, device=device), policy)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("block", [(4, 3), (16, 2)])
+def test_buffers_are_whole_huge_pages_where_files_are_read_into_them(device: str, block: tuple[int, int]) -> None:
+    one, policy = job("opt-125m", 100, 28, device=device), Policy(*block, percent=Percent(0, 0, 0, 0, 0, 0))
+    planned, tier = MemoryPlan(one, policy).lines, one.account("gpu")
+    counted = ledger_of(one, policy).account(tier).largest
+    for line in ("weight read buffers", "KV working buffers"):
+        assert counted[line] == planned[tier][line]
+    asked = 2 * whole_pages(int(one.unit_bytes(policy, block[0])))
+    rounded = device == "cpu" and asked > HUGE_PAGE / 2
+    assert planned[tier]["KV working buffers"] == (-(-asked // HUGE_PAGE) * HUGE_PAGE if rounded else asked)
 
 
 @pytest.mark.parametrize("percent", PERCENTS[:4], ids=str)

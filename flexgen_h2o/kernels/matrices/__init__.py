@@ -1,6 +1,6 @@
 """How weight matrices lie in memory and on disk, and the products with them; a module for each layout."""
 
-from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kernels.matrices.choice import best_layout, product_path
 from flexgen_h2o.kernels.matrices.layout import Matrix, MatrixLayout, Storage
 from flexgen_h2o.kernels.matrices.panels import PanelLayout, PanelMatrix
 from flexgen_h2o.kernels.matrices.plain import PlainLayout, PlainMatrix
@@ -20,4 +20,5 @@ __all__ = [
     "QuantisedRowMatrix",
     "Storage",
     "best_layout",
+    "product_path",
 ]

@@ -12,6 +12,12 @@ from flexgen_h2o.kernels.matrices.quantised_panels import QuantisedPanelLayout
 from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout
 
 
+def product_path(layout: MatrixLayout) -> str:
+    """How products with matrices in a layout run, for reports."""
+    ways = layout.ways if isinstance(layout, QuantisedRowLayout) else None
+    return layout.name if ways is None else f"{layout.name}, {ways}"
+
+
 def best_layout(
     device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, int]], compressed: bool = False
 ) -> MatrixLayout:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_h2o import quant
 from flexgen_h2o.footprint import DECODED_BYTES
 from flexgen_h2o.kernels import quantised
-from flexgen_h2o.kernels.fastest import Way
+from flexgen_h2o.kernels.fastest import Fastest, Way
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
 from flexgen_h2o.quant_format import GROUP, entry_bytes, groups_of
@@ -99,6 +99,11 @@ class QuantisedRowLayout:
             from flexgen_h2o.kernels import cuda
 
             self._multiply = cuda.product_in_4_bits(multiply_restored, cuda.event_seconds)
+
+    @property
+    def ways(self) -> str | None:
+        """How products have been computed so far, where there is a choice."""
+        return self._multiply.names if isinstance(self._multiply, Fastest) else None
 
     @property
     def tables(self) -> "QuantisedRowLayout":
