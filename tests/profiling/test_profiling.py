@@ -39,7 +39,7 @@ from flexgen_h2o.quant_format import entry_bytes
 from flexgen_h2o.schedule import Attend, Choose, Finish, Project
 from flexgen_h2o.search.rates import Rate
 from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.units import GB
+from flexgen_h2o.units import GB, whole_pages
 from flexgen_h2o.workspace import Workspace
 
 CPU = torch.device("cpu")
@@ -281,7 +281,7 @@ def test_both_directions_at_once_stop_when_one_is_through(tmp_path: Path, monkey
         rates = dict(Disk(file, (2, 4), buffered=False)._both(2))
     assert list(rates) == ["disk_both/read/direct/2", "disk_both/write/direct/2"]
     assert rates["disk_both/read/direct/2"] > rates["disk_both/write/direct/2"] > 0
-    middle = FILE_BYTES // 2
+    middle = whole_pages(FILE_BYTES // 2)
     assert moved["read"][0][0] == 0 and moved["read"][-1][1] == middle == moved["write"][0][0]
     assert moved["write"][-1][1] < FILE_BYTES
 
