@@ -255,8 +255,8 @@ def test_requests_are_as_large_as_they_may_be() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "expected"),
-    [(0, 0), (1, 1), (HUGE_PAGE // 2, HUGE_PAGE // 2), (HUGE_PAGE // 2 + 1, HUGE_PAGE), (HUGE_PAGE, HUGE_PAGE)]
-    + [(HUGE_PAGE + 1, 2 * HUGE_PAGE), (5 * HUGE_PAGE - PAGE, 5 * HUGE_PAGE)],
+    [(0, 0), (1, 1), (3 * HUGE_PAGE // 4, 3 * HUGE_PAGE // 4), (3 * HUGE_PAGE // 4 + 1, HUGE_PAGE)]
+    + [(HUGE_PAGE, HUGE_PAGE), (HUGE_PAGE + 1, HUGE_PAGE + 1), (5 * HUGE_PAGE - PAGE, 5 * HUGE_PAGE)],
 )
-def test_buffers_are_whole_huge_pages_unless_that_doubles_them(nbytes: int, expected: int) -> None:
+def test_buffers_are_whole_huge_pages_unless_that_adds_a_third_or_more(nbytes: int, expected: int) -> None:
     assert whole_huge_pages(nbytes) == expected

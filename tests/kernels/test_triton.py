@@ -405,6 +405,8 @@ from flexgen_h2o.kernels import decode
 for name in ("decode_attention", "enter_token"):
     print(torch._C._dispatch_has_kernel_for_dispatch_key(f"flexgen_h2o::{name}", "CUDA"))
 print(decode.attention_path(torch.device("cuda"), 64))
+from flexgen_h2o.kernels.matrices import best_layout
+print(best_layout(torch.device("cuda"), torch.float16, [(64, 64)], compressed=True).ways)
 """
 
 
@@ -412,4 +414,4 @@ def test_torch_for_cuda_dispatches_to_the_choice() -> None:
     variables = {**environment(), "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
     command = [sys.executable, "-c", REGISTER]
     result = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["True", "True", "torch"]
+    assert result.stdout.split() == ["True", "True", "torch", "restored"]

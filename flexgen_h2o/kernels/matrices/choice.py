@@ -1,6 +1,7 @@
 """Which layout is the fastest where."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 import torch
 
@@ -9,7 +10,12 @@ from flexgen_h2o.kernels.matrices.layout import MatrixLayout
 from flexgen_h2o.kernels.matrices.panels import PanelLayout
 from flexgen_h2o.kernels.matrices.plain import PlainLayout
 from flexgen_h2o.kernels.matrices.quantised_panels import QuantisedPanelLayout
-from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout
+from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout, multiply_restored
+
+# It comes with torch, but not on every system.
+HAS_TRITON = torch.backends.cuda.is_built() and find_spec("triton") is not None
+if HAS_TRITON:
+    from flexgen_h2o.kernels import cuda
 
 
 def product_path(layout: MatrixLayout) -> str:
@@ -37,4 +43,6 @@ def best_layout(
         return panels if native else PlainLayout()
     if native and quantised.library() is not None:
         return QuantisedPanelLayout()
+    if device.type == "cuda" and HAS_TRITON:
+        return QuantisedRowLayout(device.type, cuda.product_in_4_bits(multiply_restored, cuda.event_seconds))
     return QuantisedRowLayout(device.type)

@@ -5,7 +5,6 @@ GPU few rows are multiplied with the codes, where a trial finds that faster (ker
 """
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -88,17 +87,14 @@ class QuantisedRowLayout:
 
     Args:
         device_type: where matrices will be used.
+        multiply: takes what multiply_restored() takes.
     """
 
     name = "4-bit rows"
 
-    def __init__(self, device_type: str = "cpu"):
+    def __init__(self, device_type: str = "cpu", multiply: Way = multiply_restored):
         self._decoded_bytes = DECODED_BYTES.get(device_type, DECODED_BYTES["cpu"])
-        self._multiply: Way = multiply_restored
-        if device_type == "cuda" and find_spec("triton") is not None:  # it comes with torch, but not on every system
-            from flexgen_h2o.kernels import cuda
-
-            self._multiply = cuda.product_in_4_bits(multiply_restored, cuda.event_seconds)
+        self._multiply = multiply
 
     @property
     def ways(self) -> str | None:
