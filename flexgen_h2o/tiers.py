@@ -162,7 +162,7 @@ class Tiers:
         return torch.device("cpu") if on_host else self.device
 
     def buffer_bytes(self, nbytes: int) -> int:
-        """What a buffer on the device takes that so many bytes are loaded into: files go there directly, or not."""
+        """What buffers on the device take for so many bytes of KV: whole huge pages where files are read into them."""
         return whole_huge_pages(nbytes) if self.ledger.joint else nbytes
 
     def allocate(

@@ -109,8 +109,7 @@ class ReadBuffer:
     """Memory on the device for one page's parameters, in one piece, laid out as the page's file.
 
     Attributes:
-        memory: [n] uint8, for the file's bytes from `start` on, which may be fewer; None where everything is in reach
-            at home.
+        memory: [n] uint8, of the file's bytes from `start` on; None where everything is in reach at home.
         storage: by name relative to the page.
         parameters: what is in it, for compute.
         page: which one was last fetched.
@@ -349,7 +348,6 @@ class WeightStore:
         places = {name: self._places[full_name(pages[0], name)] for name in away}
         start = places[away[0]].offset
         nbytes = places[away[-1]].offset + whole_pages(places[away[-1]].nbytes) - start
-        nbytes = self._tiers.buffer_bytes(nbytes)
         stored = self._tiers.allocate("gpu", READ_LINE, (nbytes,), torch.uint8, READ_LINE)
         self._allocated.append((stored, READ_LINE))
         memory = stored.resident(self._tiers.reachable)

@@ -8,7 +8,7 @@ from math import prod
 from flexgen_h2o.model_config import ModelConfig, Shapes
 from flexgen_h2o.placement import TIERS, Shares, Tier, WeightHomes, place_weights, small_first
 from flexgen_h2o.quant_format import entry_bytes
-from flexgen_h2o.units import whole_huge_pages, whole_pages
+from flexgen_h2o.units import whole_pages
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,8 @@ def place(form: WeightForm, shares: Shares, layer_buffers: int, joint: bool) -> 
     reachable: tuple[Tier, ...] = ("gpu", "cpu") if joint else ("gpu",)
     # One buffer for what lies outside the layers; the others take turns.
     turns = [prefixes[first::layer_buffers] for first in range(layer_buffers)]
-    sizes = [_buffer(form, outer, homes, [""], reachable)]
-    sizes += [_buffer(form, layer, homes, turn, reachable) for turn in turns]
-    buffers = float(sum(map(whole_huge_pages, sizes) if joint else sizes))
+    buffers = _buffer(form, outer, homes, [""], reachable)
+    buffers += sum(_buffer(form, layer, homes, turn, reachable) for turn in turns)
     return PlacedWeights(_by_home(form, layer, homes, prefixes), _by_home(form, outer, homes, [""]), buffers)
 
 
@@ -67,9 +66,9 @@ def _by_home(form: WeightForm, shapes: Shapes, homes: WeightHomes, prefixes: Seq
 
 def _buffer(
     form: WeightForm, shapes: Shapes, homes: WeightHomes, prefixes: Sequence[str], reachable: Sequence[Tier]
-) -> int:
+) -> float:
     """From the first to the last of what some page that uses the buffer lacks, in the order on disk."""
     sizes = {name: whole_pages(form.nbytes(shape)) for name, shape in small_first(shapes).items()}
     order = list(sizes)
     away = [order.index(name) for name in order if any(homes[prefix + name] not in reachable for prefix in prefixes)]
-    return sum(sizes[name] for name in order[away[0] : away[-1] + 1]) if away else 0
+    return float(sum(sizes[name] for name in order[away[0] : away[-1] + 1])) if away else 0.0
