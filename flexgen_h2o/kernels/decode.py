@@ -10,14 +10,13 @@ faster (cuda.py).
 
 import ctypes
 import math
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o import quant
 from flexgen_h2o.kernels import native
-from flexgen_h2o.kernels.fastest import Fastest
+from flexgen_h2o.kernels.fastest import HAS_TRITON, Fastest
 
 _operators = torch.library.Library("flexgen_h2o", "DEF")
 _operators.define(
@@ -247,7 +246,7 @@ if native.library() is not None:
     _operators.impl("decode_attention", attend_natively, "CPU")
     _operators.impl("enter_token", enter_natively, "CPU")
 ON_CUDA: Fastest | None = None
-if torch.backends.cuda.is_built() and find_spec("triton") is not None:  # it comes with torch, but not on every system
+if HAS_TRITON:
     from flexgen_h2o.kernels import cuda
 
     ON_CUDA = cuda.attention(attend_with_torch, cuda.event_seconds)

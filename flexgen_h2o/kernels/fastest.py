@@ -2,9 +2,14 @@
 
 import statistics
 from collections.abc import Callable, Hashable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 TRIALS = 5
+# Whether there is a second way on a GPU: it comes with torch, but not on every system.
+HAS_TRITON = torch.backends.cuda.is_built() and find_spec("triton") is not None
 
 Way = Callable[..., Any]
 

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.kernels.triton_quant import quantised, restored
+from flexgen_h2o.kernels.triton_quant import PRECISIONS, quantised, restored
 
-ENTRIES = (torch.float16, torch.bfloat16, torch.float32)  # precisions in which keys and values may lie
 TILE = 4096  # elements of keys read at once by a program
 SCORES_AT_ONCE = 1024
 LENGTHS = ["heavy_slots", "ring_slots", "heavy_len", "ring_len"]
@@ -24,7 +23,7 @@ def fits(head_dim: int, heavy_keys: Tensor, heavy_values: Tensor, ring_keys: Ten
     In 4 bits, words of 4 bytes have to lie at multiples of 4.
     """
     return heavy_keys.dtype in (ring_keys.dtype, torch.uint8) and all(
-        region.is_contiguous() and (region.dtype in ENTRIES or _fits_in_4_bits(head_dim, region))
+        region.is_contiguous() and (region.dtype in PRECISIONS or _fits_in_4_bits(head_dim, region))
         for region in (heavy_keys, heavy_values, ring_keys, ring_values)
     )
 
@@ -243,7 +242,7 @@ def _update_scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _copy_entry(  # type: ignore[no-untyped-def]
-    source, target, source_entry: tl.constexpr, target_entry: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr
+    source, target, source_entry: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr
 ):
     """Copies an entry, quantising it where only the target is in 4 bits."""
     if target.dtype.element_ty == source.dtype.element_ty:
@@ -287,13 +286,13 @@ def _enter(  # type: ignore[no-untyped-def]
         leaving = tl.load(scores + heavy_slots + slot)
         if leaving > tl.load(scores + loser):
             in_heavy = (pair * heavy_slots + loser) * heavy_entry
-            _copy_entry(ring_keys + in_ring, heavy_keys + in_heavy, ring_entry, heavy_entry, head_dim, width)
-            _copy_entry(ring_values + in_ring, heavy_values + in_heavy, ring_entry, heavy_entry, head_dim, width)
+            _copy_entry(ring_keys + in_ring, heavy_keys + in_heavy, ring_entry, head_dim, width)
+            _copy_entry(ring_values + in_ring, heavy_values + in_heavy, ring_entry, head_dim, width)
             tl.store(columns + loser, tl.load(columns + heavy_slots + slot))
             tl.store(scores + loser, leaving)
     own = pair * head_dim
-    _copy_entry(keys + own, ring_keys + in_ring, head_dim, ring_entry, head_dim, width)
-    _copy_entry(values + own, ring_values + in_ring, head_dim, ring_entry, head_dim, width)
+    _copy_entry(keys + own, ring_keys + in_ring, head_dim, head_dim, width)
+    _copy_entry(values + own, ring_values + in_ring, head_dim, head_dim, width)
     score = tl.load(initial_scores + pair // heads)
     tl.store(scores + heavy_slots + slot, score)
     tl.store(columns + heavy_slots + slot, tl.where(score == float("-inf"), -1, column))

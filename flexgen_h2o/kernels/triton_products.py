@@ -5,15 +5,13 @@ time, and rounds values to the precision of x as quant.decode() does; sums are i
 packed 4-bit groups wants bfloat16 and compute capability 8.0, which a T4 has neither of.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.kernels.triton_quant import ranges
+from flexgen_h2o.kernels.triton_quant import PRECISIONS, ranges
 from flexgen_h2o.quant_format import GROUP, entry_bytes, groups_of
 
-PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)
 # With more rows, entries would be read more than twice, and a product with restored values is bound by arithmetic.
 MOST_ROWS = 128
 LEAST_TILE, LARGEST_TILE = 16, 64  # rows; fewer than 16 the GPU's matrix units do not take

@@ -4,11 +4,13 @@ Vectors have a multiple of 8 elements, so that the word of 4 bytes with a group'
 of 4 bytes from the entry's beginning.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from flexgen_h2o.quant_format import GROUP, LEVELS
 
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)  # that the kernels compute with, or read and write
 _GROUP = tl.constexpr(GROUP)
 _LEVELS = tl.constexpr(LEVELS)
 _ROUNDS = tl.constexpr(1.5 * 2**23)  # added to a number from 0 to 2^22 it leaves no digit after the point

@@ -1,19 +1,17 @@
 """Which layout is the fastest where."""
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 
 import torch
 
 from flexgen_h2o.kernels import quantised
+from flexgen_h2o.kernels.fastest import HAS_TRITON
 from flexgen_h2o.kernels.matrices.layout import MatrixLayout
 from flexgen_h2o.kernels.matrices.panels import PanelLayout
 from flexgen_h2o.kernels.matrices.plain import PlainLayout
 from flexgen_h2o.kernels.matrices.quantised_panels import QuantisedPanelLayout
 from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout, multiply_restored
 
-# It comes with torch, but not on every system.
-HAS_TRITON = torch.backends.cuda.is_built() and find_spec("triton") is not None
 if HAS_TRITON:
     from flexgen_h2o.kernels import cuda
 
