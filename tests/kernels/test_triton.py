@@ -394,6 +394,8 @@ def test_sizes_of_another_power_of_two_are_tried_anew_and_what_lies_otherwise_is
     kinds = [cuda._kind_of_attention(*unit.arguments) for unit in in_4_bits]
     assert kinds[0] is not None and kinds[0] != cuda._kind_of_attention(*make_unit().arguments)
     assert kinds[1] is None
+    ring_in_4_bits = replace(in_4_bits[0], heavy_keys=unit.heavy_keys, heavy_values=unit.heavy_values)
+    assert cuda._kind_of_attention(*ring_in_4_bits.arguments) is None
     strided = replace(unit, ring_keys=unit.ring_keys.transpose(1, 2).contiguous().transpose(1, 2))
     assert cuda._kind_of_attention(*strided.arguments) is None
 
