@@ -39,8 +39,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
-    package_data={"flexgen_h2o.demo": ["README.md", "model/*", "heldout/*"]},
+    packages=[*find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]), "flexgen_h2o.hardware_files"],
+    package_dir={"flexgen_h2o.hardware_files": "policies/hardware"},
+    package_data={
+        "flexgen_h2o.demo": ["README.md", "model/*", "heldout/*"],
+        "flexgen_h2o.hardware_files": ["*.json"],
+    },
     ext_modules=[NATIVE],
     zip_safe=False,
     install_requires=[
@@ -70,7 +74,6 @@ setup(
         "metrics": ["prometheus-client"],
         "bench": ["accelerate", "deepspeed", "ctranslate2"],
         "eval": ["lm-eval", "sacrebleu"],
-        "ray": ["ray"],
     },
     classifiers=[
         "Intended Audience :: Science/Research",

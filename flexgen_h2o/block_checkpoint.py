@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.block_work import BlockStart, PromptBlock
+from flexgen_h2o.block_work import BlockStart, PromptBlock, RowFault
 from flexgen_h2o.direct_io import REQUEST_BYTES, aligned_bytes, read_direct, write_direct
 from flexgen_h2o.disk import check_space, replace_file, sync_folder
 from flexgen_h2o.engine import Engine
@@ -84,7 +84,8 @@ class BlockCheckpoint:
             if saved is None or saved["block"] != self._identity():
                 return None
             self._read_layers(saved)
-            start = BlockStart(saved["step"], torch.tensor(saved["next_ids"], dtype=torch.int64).view(-1, 1))
+            next_ids = torch.tensor(saved["next_ids"], dtype=torch.int64).view(-1, 1)
+            start = BlockStart(saved["step"], next_ids, {row: RowFault(*fault) for row, *fault in saved["faults"]})
             sampler.resume(saved["tokens"])
         except (OSError, DamagedError) as error:
             self._say(f"what was saved of a block in {self._folder} cannot be used ({error}): the block begins again")
@@ -92,14 +93,14 @@ class BlockCheckpoint:
         self._say(f"a block of {len(block)} prompts goes on at its token {start.step + 1}")
         return start
 
-    def step_done(self, step: int, next_ids: Tensor) -> None:
+    def step_done(self, reached: BlockStart) -> None:
         if self._seconds is None or time.monotonic() - self._saved_at < self._seconds:
             return
         try:
-            self._save(step, next_ids)
+            self._save(reached)
         except OSError as error:
-            self._say(f"the block could not be saved in {self._folder}: {error}; the run goes on")
-            shutil.rmtree(self._folder, ignore_errors=True)
+            kept = "; what was saved of it before stays" if self._clean_up() else ""
+            self._say(f"the block could not be saved in {self._folder}: {error}; the run goes on{kept}")
         self._saved_at = time.monotonic()
 
     def discard(self) -> None:
@@ -113,12 +114,12 @@ class BlockCheckpoint:
         indices = [request.index for request in self._block.requests]
         return f"{self._job} {self._block.engine.policy} {indices[0]} {indices[-1]} {len(indices)}"
 
-    def _save(self, step: int, next_ids: Tensor) -> None:
+    def _save(self, reached: BlockStart) -> None:
         assert self._block is not None
         self._block.engine.transfer.drain()  # every unit is at home, and nothing moves
         self._folder.mkdir(exist_ok=True)
         old = {path.name for path in self._folder.glob("step-*")}
-        folder = self._folder / f"step-{step}"
+        folder = self._folder / f"step-{reached.step - 1}"
         shutil.rmtree(folder, ignore_errors=True)
         check_space(self._folder, sum(map(_nbytes, sum(self._block.layers, []))), "a checkpoint of the block")
         folder.mkdir()
@@ -129,8 +130,9 @@ class BlockCheckpoint:
         sync_folder(folder)
         body = {
             "block": self._identity(),
-            "step": step + 1,
-            "next_ids": next_ids.flatten().tolist(),
+            "step": reached.step,
+            "next_ids": reached.next_ids.flatten().tolist(),
+            "faults": [(row, fault.step, fault.layer) for row, fault in reached.faults.items()],
             "tokens": self._block.sampler.tokens,
             "folder": folder.name,
             "shards": shards,
@@ -140,6 +142,20 @@ class BlockCheckpoint:
         sync_folder(self._folder)
         for name in old - {folder.name}:
             shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def _clean_up(self) -> bool:
+        """Removes all but the last whole checkpoint. Returns whether there is one of this block."""
+        try:
+            whole = self._read_current()
+        except (OSError, DamagedError):
+            whole = None
+        if whole is None or whole["block"] != self._identity():
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return False
+        for path in self._folder.glob("step-*"):
+            if path.name != whole["folder"]:
+                shutil.rmtree(path, ignore_errors=True)
+        return True
 
     def _read_current(self) -> dict[str, Any] | None:
         try:

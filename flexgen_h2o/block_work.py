@@ -1,6 +1,6 @@
 """What one block holds while the schedule walks over it: its tokens, and what is in flight between operations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,24 +68,26 @@ def pad_prompts(prompts: Sequence[Sequence[int]], filler: int) -> PromptBlock:
 
 
 @dataclass(frozen=True)
+class RowFault:
+    """Where a row's logits stopped being finite: at which step, and after which layer its hidden states."""
+
+    step: int
+    layer: int | None  # None if all of them are finite
+
+
+@dataclass(frozen=True)
 class BlockStart:
     """Where a block goes on whose KV is at its homes already.
 
     Attributes:
         step: the first one that is walked; 1 or more.
         next_ids: [rows, 1] int64, the tokens that it takes in.
+        faults: by row, what has been found so far.
     """
 
     step: int
     next_ids: Tensor
-
-
-@dataclass(frozen=True)
-class RowFault:
-    """Where a row's logits stopped being finite: at which step, and after which layer its hidden states."""
-
-    step: int
-    layer: int | None  # None if all of them are finite
+    faults: Mapping[int, RowFault] = field(default_factory=dict)
 
 
 class EngineParts(Protocol):
@@ -133,7 +135,7 @@ class BlockWork:
         # Of each row's hidden states after a layer, in the last step. A single NaN or infinity shows in a mean.
         shape_of_means = (self.config.num_hidden_layers, block.rows)
         self.means = torch.zeros(shape_of_means, dtype=self.weights.dtype, device=engine.device)
-        self.faults: dict[int, RowFault] = {}
+        self.faults: dict[int, RowFault] = {} if start is None else {**start.faults}
         self.kv.begin(self.paddings)
         self.hidden.begin()
 

@@ -81,30 +81,30 @@ def _find_by_name(model: str, path: str | None) -> Path:
     repository = model if "/" in model else f"facebook/{model}"
     if "/" not in model:
         model_config.published(model)  # refuses a name that is none, before any network is asked
+    reason = ""
     for local_files_only in (True, False):
-        if snapshot := _snapshot(repository, local_files_only):
-            return snapshot
+        try:
+            if snapshot := _snapshot(repository, local_files_only):
+                return snapshot
+            reason = f"{repository} has none"
+        except (OSError, HfHubHTTPError, HFValidationError) as error:
+            reason = (str(error).strip() or type(error).__name__).split("\n")[0]
     searched = f"under {path}, " if path else ""
     raise UsageError(
-        f"weights of {model} are neither {searched}in the Hugging Face cache nor on a network that can be reached;"
+        f"weights of {model} are neither {searched}in the Hugging Face cache nor could they be downloaded ({reason});"
         " give a folder with --model or --path, connect to the network once, or use --dummy-weights"
     )
 
 
 def _snapshot(repository: str, local_files_only: bool) -> Path | None:
-    """The repository's folder in the Hugging Face cache with its weights in it, or None.
+    """The repository's folder in the Hugging Face cache with its weights in it; None if it has no weights.
 
     Downloads what is missing, with progress, unless told not to. Safetensors are preferred; .bin is the fallback.
+    Raises what snapshot_download() does.
     """
     for weights in ("*.safetensors", "*.bin"):
-        try:
-            folder = Path(
-                snapshot_download(
-                    repository, allow_patterns=[*SETTINGS_FILES, weights], local_files_only=local_files_only
-                )
-            )
-        except (OSError, HfHubHTTPError, HFValidationError):
-            return None
+        wanted = [*SETTINGS_FILES, weights]
+        folder = Path(snapshot_download(repository, allow_patterns=wanted, local_files_only=local_files_only))
         if any(folder.glob(weights)):
             return folder
     return None

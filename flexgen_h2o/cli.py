@@ -175,6 +175,17 @@ def unwritable(flag: str, output: Path) -> str | None:
     return None
 
 
+def unwritable_record(record: str) -> str | None:
+    """What keeps a result from being added to the file of --record, whose folders are made if they are not there."""
+    path = Path(record)
+    parent = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    if path.is_dir() or not parent.is_dir():
+        return f"--record {path} cannot be written: it is a folder, or lies in what is none; give another name"
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        return f"--record {path} cannot be written: permission denied; give another name"
+    return None
+
+
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs a command's main function and exits with its code, or with one that says how it failed."""
     with _ending_by_signals():

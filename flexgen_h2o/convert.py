@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 def _summary(conversion: "Conversion") -> str:
     """What was done, for people."""
-    from flexgen_h2o.tiers import gb
+    from flexgen_h2o.units import gb
 
     report = conversion.report()
     return "\n".join(

@@ -13,8 +13,7 @@ from typing import IO
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.extents import Extent, free_disk_bytes
-from flexgen_h2o.tiers import gb
-from flexgen_h2o.units import whole_pages
+from flexgen_h2o.units import gb, whole_pages
 
 LOCK_NAME = "lock"
 LOOSE = ".run-"  # prefix of a folder that is not locked: not yet, or no longer

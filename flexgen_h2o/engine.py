@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from flexgen_h2o.block_work import BlockStart, BlockWork, PromptBlock, RowFault, TokenChooser
 from flexgen_h2o.hidden import HiddenStore
@@ -39,10 +38,10 @@ from flexgen_h2o.transfer import Transfer
 from flexgen_h2o.weights import WeightStore
 from flexgen_h2o.workspace import Workspace
 
-OnStep = Callable[[int, Tensor], None]  # told between two: which is done, and the tokens [rows, 1] the next takes in
+OnStep = Callable[[BlockStart], None]  # told between two steps how far the block has come
 
 
-def no_step(step: int, next_ids: Tensor) -> None:
+def no_step(reached: BlockStart) -> None:
     """The OnStep of whoever does not need to know."""
 
 
@@ -175,7 +174,7 @@ class Engine:
                         snapshots.append(self._snapshot())
                     if chooser.finished() or token == tokens[-1]:
                         break
-                    on_step(token, work.next_ids)
+                    on_step(BlockStart(token + 1, work.next_ids, work.faults))
                     started = time.perf_counter()
             if isinstance(operation, COMPUTATIONS):
                 self.transfer.timeline.add("compute", operation, began, time.perf_counter())

@@ -32,10 +32,17 @@ class Extent:
 
 def free_disk_bytes(folder: Path) -> int:
     """Bytes that can still be written below a folder, or below its nearest parent that exists."""
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
+    status = os.statvfs(_nearest(folder))
     return status.f_bavail * status.f_frsize
+
+
+def file_system(folder: Path) -> int:
+    """A number that folders of one file system share; of the nearest parent, for a folder that does not exist."""
+    return _nearest(folder).stat().st_dev
+
+
+def _nearest(folder: Path) -> Path:
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -149,6 +149,7 @@ class RunTotals:
     Attributes:
         decoded_tokens: those of generated_tokens that did not come from prefill.
         evictions: entries dropped, over all rows, layers and heads.
+        heavy_entries: entries that are not in the ring at the end, over all rows, layers and heads.
         step_s: of each of the last blocks.
     """
 
@@ -159,6 +160,7 @@ class RunTotals:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     evictions: int = 0
+    heavy_entries: int = 0
     step_s: list[list[float]] = field(default_factory=list)
     work: dict[str, PhaseWork] = field(default_factory=lambda: {"prefill": PhaseWork(), "decode": PhaseWork()})
 
@@ -176,7 +178,9 @@ class RunTotals:
         heads = engine.config.num_hidden_layers * engine.config.num_attention_heads
         # The last token is never fed back, so it never enters the cache.
         entered = len(output.prompt_token_ids) + len(output.token_ids) - 1
-        self.evictions += heads * max(0, entered - engine.kv.rule.slots)
+        rule = engine.kv.rule
+        self.evictions += heads * max(0, entered - rule.slots)
+        self.heavy_entries += heads * max(0, min(entered, rule.slots) - rule.recent)
         self.num_prompts += 1
         self.prompt_tokens += len(output.prompt_token_ids)
         self.generated_tokens += generated
@@ -191,7 +195,7 @@ class BlockKeeper(Protocol):
     ) -> BlockStart | None:
         """Brings back what was saved of this block, if anything was: KV to its homes, tokens to the sampler."""
 
-    def step_done(self, step: int, next_ids: Tensor) -> None:
+    def step_done(self, reached: BlockStart) -> None:
         """Saves the block given to restore(), if it is time to."""
 
 
@@ -203,7 +207,7 @@ class KeepsNothing:
     ) -> BlockStart | None:
         return None
 
-    def step_done(self, step: int, next_ids: Tensor) -> None:
+    def step_done(self, reached: BlockStart) -> None:
         pass
 
 
@@ -227,12 +231,14 @@ def generate_block(
     before = [len(tokens) for tokens in sampler.tokens]
     times = engine.run(prompts, params.max_new_tokens, sampler, start, keeper.step_done)
     totals.add_times(times)
-    if len(times.faults) == len(block) > 1:
-        raise RuntimeError(f"no prompt can be served: {_explained(min(times.faults.items()))}")
+    # A row that is done goes on being computed with the others, and what comes of it is no answer any more.
+    faults = {row: fault for row, fault in times.faults.items() if fault.step < len(sampler.tokens[row])}
+    if len(faults) == len(block) > 1:
+        raise RuntimeError(f"no prompt can be served: {_explained(min(faults.items()))}")
     outputs = []
     for row, request in enumerate(block):
-        if row in times.faults:
-            reason = _explained((row, times.faults[row]))
+        if row in faults:
+            reason = _explained((row, faults[row]))
             outputs.append(GenerationOutput(request.index, list(request.prompt_ids), [], None, "stop", reason))
         else:
             outputs.append(sampler.output(row, request))

@@ -3,12 +3,13 @@
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flexgen_h2o import folders
 from flexgen_h2o.block_work import PromptBlock
 from flexgen_h2o.checkpoints import Checkpoint, locate_model, open_checkpoint
 from flexgen_h2o.engine import Engine, unit_shapes
@@ -27,7 +28,6 @@ from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
 from flexgen_h2o.machine import process_baseline
 from flexgen_h2o.placement import place_weights
 from flexgen_h2o.platforms import (
-    DEFAULT_OFFLOAD_DIR,
     DTYPES,
     Platform,
     choose_device,
@@ -46,6 +46,7 @@ from flexgen_h2o.tiers import Ledger
 from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
 from flexgen_h2o.weight_files import WeightFolder, weight_folder
 from flexgen_h2o.weight_sources import TensorSource, checkpoint_source, dummy_source
+from flexgen_h2o.weights import LEDGER_LINE as WEIGHTS_LINE
 from flexgen_h2o.weights import weight_places
 
 Prompt = str | Sequence[int]
@@ -97,7 +98,7 @@ class LLM:
         gpu_mem: float | None = None,
         cpu_mem: float | None = None,
         disk_mem: float | None = None,
-        offload_dir: str | Path = DEFAULT_OFFLOAD_DIR,
+        offload_dir: str | Path = folders.OFFLOAD,
         dummy_weights: bool = False,
         seed: int = 0,
         trace: bool = False,
@@ -203,17 +204,21 @@ class LLM:
         sizes = self._run_sizes(params, prompt_len, num_prompts)
         check_fit(self.config, self.dtype, self.policy, self.platform, sizes, self._on_disk_already())
 
-    def _on_disk_already(self) -> int:
-        """Bytes on disk that this run finds there, or has put there itself."""
+    def _on_disk_already(self) -> dict[str, int]:
+        """Bytes on disk, by line of the ledger, that this run finds there, or has put there itself."""
         if self.runtime is not None:
-            return self.runtime.ledger.accounts["disk"].in_use
-        if self.policy.percent.weights[2] <= 0 or self.device.type == "meta":
+            return dict(self.runtime.ledger.accounts["disk"].entries)
+        homes = place_weights(self.config, self.policy.percent.weights)
+        return {WEIGHTS_LINE: self.kept_weight_bytes({name for name, home in homes.items() if home == "disk"})}
+
+    def kept_weight_bytes(self, names: Collection[str] | None = None) -> int:
+        """Bytes of this model's weights that an earlier run has left on disk: of all, or of some parameters."""
+        if self.device.type == "meta" or (names is not None and not names):
             return 0
         folder = self._weight_folder(self.checkpoint())
-        homes = place_weights(self.config, self.policy.percent.weights)
         places = weight_places(self.config, self.dtype, self.platform.matrix_layout)
-        on_disk = {name: place for name, place in places.items() if homes[name] == "disk"}
-        return 0 if folder is None else folder.present_bytes(on_disk)
+        wanted = {name: place for name, place in places.items() if names is None or name in names}
+        return 0 if folder is None else folder.present_bytes(wanted)
 
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint, checked; None where weights are made up or none are needed."""
@@ -335,7 +340,10 @@ class LLM:
     ) -> list[GenerationOutput]:
         """A block's outputs. Where the device runs out of memory, smaller sub-batches are tried, once in a run."""
         try:
-            self._engine = self.load().engine(sizes)
+            runtime = self.load()
+            self._engine = runtime.engine(sizes)
+            if (refusal := runtime.tiers.refusal) is not None and refusal not in self.notes:
+                self.notes.append(refusal)
             return generate_block(self._engine, block, params, self.tokenizer, on_tokens, keeper, self.totals)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.extents import free_disk_bytes
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.placement import TIERS, Tier
 from flexgen_h2o.platforms import dtype_name
@@ -151,11 +152,15 @@ def _searched(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hard
 
 
 def _budgets(llm: LLM, hardware: Hardware) -> Budgets:
-    """Bytes by tier that a plan may take: as asked for, else as the machine has them."""
+    """Bytes by tier that a plan may take: as asked for, else as the machine has them; of the disk what is free now."""
     found: dict[Tier, float | None] = {}
+    folder = llm.platform.offload_dir
     for tier in TIERS:
         asked = llm.platform.budgets.get(tier)
         budget = hardware.memory.get(tier) if asked is None else asked
+        if tier == "disk" and folder is not None and llm.device.type != "meta":
+            free = free_disk_bytes(folder) + llm.kept_weight_bytes()
+            budget = free if asked is None else min(asked, free)
         found[tier] = None if budget is None else USED_SHARE * budget
     return found
 
@@ -178,9 +183,9 @@ def predicted(llm: LLM, hardware: Hardware | None, work: Workload) -> dict[str, 
 
 def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Workload) -> dict[str, Any] | None:
     """The same with another policy."""
-    if hardware is None or llm.device.type not in (hardware.device, "meta"):
+    if hardware is None or llm.device.type not in (hardware.device, "meta") or work.num_prompts == 0:
         return None
-    rows = policy.block_rows if work.num_prompts is None else max(1, work.num_prompts)
+    rows = policy.block_rows if work.num_prompts is None else work.num_prompts
     blocks = [policy] * (rows // policy.block_rows)
     if rest := rows % policy.block_rows:
         blocks.append(_smaller(policy, rest))

@@ -15,8 +15,6 @@ from flexgen_h2o.units import GB
 DEVICES = ("auto", "cuda", "cpu", "meta")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_GB = 10**9
-DEFAULT_OFFLOAD_DIR = "~/flexgen_h2o_offload"
-DEFAULT_WEIGHT_CACHE = "~/.cache/flexgen_h2o"
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def taken_on_gpu(device: torch.device) -> int:
-    """Bytes of a GPU that are taken now, by whomever; 0 where there is none."""
+    """Bytes of a GPU that are taken now, by whomever, libraries that compute will load included; 0 without one."""
     if device.type != "cuda":
         return 0
+    _load_libraries(device)
+    torch.cuda.empty_cache()  # what earlier runs of this process have left is free
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def _load_libraries(device: torch.device) -> None:
+    """Has CUDA load what it keeps on the device from its first use on: cuBLAS with its workspace, kernels."""
+    square = torch.ones(64, 64, dtype=torch.float16, device=device)
+    product = torch.addmm(square[0], square, square)
+    batch = torch.bmm(product[None], square[None]).float().softmax(dim=-1)
+    torch.nn.functional.layer_norm(batch, (64,)).sum().item()
 
 
 def choose_device(name: str) -> torch.device:

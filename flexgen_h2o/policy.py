@@ -61,13 +61,13 @@ class Policy:
 
     @property
     def look_ahead(self) -> int:
-        """Pages of weights and units of KV that are on their way ahead of the one in use."""
+        """Pages of weights, units of KV and hidden states that are on their way ahead of those in use."""
         return 1 if self.overlap else 0
 
     @property
     def travelling_hidden(self) -> int:
-        """Hidden states of sub-batches that are on their way at once in prefill."""
-        return 1 + self.look_ahead if self.percent.hidden[0] < 1 else 0
+        """Hidden states of sub-batches that are on their way at once in prefill, home and back."""
+        return 1 + 2 * self.look_ahead if self.percent.hidden[0] < 1 else 0
 
     @property
     def groups_in_flight(self) -> int:
@@ -137,12 +137,10 @@ class EvictionSpec:
 
     def _unused_by_policy(self) -> tuple[str, ...]:
         return {
-            "h2o": ("sink_size",),
-            "smooth": ("sink_size",),
             "local": ("hh_ratio", "hh_size", "sink_size"),
             "sink": ("hh_ratio", "hh_size"),
             "full": ("hh_ratio", "hh_size", "recent_ratio", "recent_size", "sink_size"),
-        }.get(self.name, ())
+        }.get(self.name, ("sink_size",))
 
     def _range_problems(self) -> list[str]:
         found = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o import folders
 from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig, from_folder, published
@@ -23,7 +24,7 @@ from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
 from flexgen_h2o.search.simulate import simulate
 from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job
 from flexgen_h2o.timeline import write_trace
-from flexgen_h2o.units import GB
+from flexgen_h2o.units import GB, gb
 
 DESCRIPTION = """Finds the block size and the homes of weights, KV cache and hidden states that take the least time per
 token within the memory of a machine, with and without eviction. Every time and speed is a projection."""
@@ -233,6 +234,11 @@ def _choices(args: argparse.Namespace, flags: Flags) -> tuple[Choices, Policy | 
             "--percent is predicted for a block of given size: add --gpu-batch-size and --num-gpu-batches"
         )
         return choices, None
+    flags.problems += [
+        f"--{name.replace('_', '-')} auto leaves a choice, and with --percent all of it is given; say on or off"
+        for name in switches
+        if getattr(args, name) == "auto"
+    ]
     given = Policy(
         rows,
         units,
@@ -274,19 +280,20 @@ def _this_machine(
     options: Options, asked: dict[Tier, float | None]
 ) -> tuple[Hardware, dict[Tier, float | None], Baselines]:
     """This machine as it is now."""
+    from flexgen_h2o.extents import free_disk_bytes
     from flexgen_h2o.machine import process_baseline
-    from flexgen_h2o.platforms import DEFAULT_OFFLOAD_DIR, DTYPES, choose_device, taken_on_gpu, tier_budgets
+    from flexgen_h2o.platforms import DTYPES, choose_device, taken_on_gpu, tier_budgets
     from flexgen_h2o.profiling.quick import find_or_measure
     from flexgen_h2o.records import machine_name
 
     device = choose_device("auto")
-    hardware = find_or_measure("auto", machine_name(device.type), device, Path(DEFAULT_OFFLOAD_DIR))
+    hardware = find_or_measure("auto", machine_name(device.type), device, Path(folders.OFFLOAD))
     if hardware is None:
         raise UsageError("this machine has no hardware file: python -m flexgen_h2o.profile_hardware makes one")
     usable = tier_budgets(device, *(options.memory[tier] for tier in ("gpu", "cpu", "disk")))
     budgets: dict[Tier, float | None] = {tier: size for tier, size in usable.items()}
     if budgets.get("disk") is None:
-        budgets["disk"] = hardware.memory.get("disk")
+        budgets["disk"] = free_disk_bytes(Path(folders.OFFLOAD).expanduser())
     dtype = options.dtype or _dtype(hardware)
     return hardware, budgets, (process_baseline(DTYPES[dtype]), taken_on_gpu(device))
 
@@ -332,8 +339,22 @@ def _model(options: Options, job: Job, hardware: Hardware) -> TimeModel:
 def _find(options: Options, job: Job, hardware: Hardware, budgets: dict[Tier, float | None]) -> Found:
     model = _model(options, job, hardware)
     if options.given is not None:
-        return Found(options.given, predict(model, options.given))
+        found = Found(options.given, predict(model, options.given))
+        _check_budgets(found, budgets)
+        return found
     return find(model, budgets, options.choices, uses_disk=options.memory["disk"] is not None)
+
+
+def _check_budgets(found: Found, budgets: dict[Tier, float | None]) -> None:
+    """Raises UsageError with every budget that a policy exceeds."""
+    problems = [
+        f"--percent {found.policy.percent} needs {gb(found.projection.peak_bytes(tier))} on {tier}, where {gb(budget)}"
+        " can be used; move some of it, or take a smaller block"
+        for tier, budget in budgets.items()
+        if budget is not None and found.projection.peak_bytes(tier) > budget
+    ]
+    if problems:
+        raise UsageError(problems)
 
 
 def _write(path: Path, found: Found, job: Job, hardware: Hardware) -> None:

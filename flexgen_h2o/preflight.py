@@ -1,19 +1,24 @@
 """Before anything is loaded: does the run fit its budgets, and if not, what would."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from flexgen_h2o import folders, weights
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.extents import free_disk_bytes
+from flexgen_h2o.extents import file_system, free_disk_bytes
 from flexgen_h2o.model_config import ModelConfig
 from flexgen_h2o.placement import TIERS, Percent, Tier
 from flexgen_h2o.platforms import Platform
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.runtime import BASELINE_LINE, RunSizes, predict
-from flexgen_h2o.tiers import Ledger, gb
+from flexgen_h2o.tiers import Ledger
+from flexgen_h2o.units import gb
 
+# Of torch without an accelerator, of CUDA outside of torch's allocator, and of cuBLAS.
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # Placements to try when the one asked for does not fit, from fast to slow.
 LADDER = tuple(
     Percent(weights_gpu, weights_memory - weights_gpu, *cache, *cache)
@@ -24,25 +29,70 @@ LADDER = tuple(
 )
 
 
+@dataclass(frozen=True)
+class _Room:
+    """What is free on a file system, for some of what a run has on disk: weights, files of the run, or both."""
+
+    folder: Path
+    free: int
+    for_weights: bool = True
+    for_files: bool = True
+
+    def taken(self, ledger: Ledger) -> int:
+        """Bytes that a plan puts there."""
+        on_disk = ledger.account("disk").largest
+        kept = on_disk.get(weights.LEDGER_LINE, 0)
+        return kept * self.for_weights + (sum(on_disk.values()) - kept) * self.for_files
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What a plan is held against."""
+
+    budgets: Mapping[Tier, int | None]
+    joint: bool
+    rooms: tuple[_Room, ...] = ()
+
+    def exceeded(self, ledger: Ledger) -> list[str]:
+        """What a plan takes too much of, and how much there is; nothing if it fits."""
+        found = []
+        for tier in TIERS:
+            budget = self.budgets.get(tier)
+            if budget is not None and ledger.peak(tier) > budget:
+                found.append(f"{self._needed(ledger, tier)}, where {gb(budget)} can be used")
+        for room in self.rooms:
+            if (taken := room.taken(ledger)) > room.free:
+                what = "disk" if room.for_files else "disk for weights"
+                found.append(f"{gb(taken)} of {what}, where {room.folder} has {gb(room.free)} free")
+        return found
+
+    def _needed(self, ledger: Ledger, tier: Tier) -> str:
+        name = "memory" if self.joint and tier == "cpu" else f"{tier} memory" if tier != "disk" else "disk"
+        lines = sorted(ledger.account(tier).largest.items(), key=lambda line: -line[1])
+        parts = ", ".join(f"{line} {gb(size)}" for line, size in lines[:4])
+        return f"{gb(ledger.peak(tier))} of {name} ({parts})"
+
+
 def check_fit(
     config: ModelConfig,
     dtype: torch.dtype,
     policy: Policy,
     platform: Platform,
     sizes: RunSizes,
-    on_disk_already: int = 0,
+    on_disk_already: Mapping[str, int] | None = None,
 ) -> Ledger:
     """The predicted ledger. Raises UsageError with both numbers, and what would fit, if a tier's budget is exceeded.
 
     Args:
-        on_disk_already: bytes that the run will find on disk, or has put there itself: they need no free space.
+        on_disk_already: bytes, by line of the ledger, that the run will find on disk, or has put there itself: they
+            need no free space.
     """
-    platform = _with_disk_budget(platform, on_disk_already)
+    limits = _Limits(platform.budgets, platform.joint, _rooms(platform, on_disk_already or {}))
     predicted = predict(config, dtype, policy, platform, sizes)
-    exceeded = [_excess(predicted, platform, tier) for tier in TIERS if _exceeds(predicted, platform, tier)]
+    exceeded = limits.exceeded(predicted)
     if not exceeded:
         return predicted
-    way_out = _way_out(config, dtype, policy, platform, sizes)
+    way_out = _way_out(config, dtype, policy, platform, sizes, limits)
     raise UsageError(f"{config.name} with --percent {policy.percent} needs {'; and '.join(exceeded)}. {way_out}")
 
 
@@ -51,13 +101,14 @@ def lighter_plan(config: ModelConfig, dtype: torch.dtype, policy: Policy, platfo
     tier: Tier = "cpu" if platform.joint else "gpu"
     predicted = predict(config, dtype, policy, platform, sizes)
     given_up = (predicted.peak(tier) - predicted.account(tier).largest.get(BASELINE_LINE, 0)) // 4
-    budget = predicted.peak(tier) - given_up
-    return _way_out(config, dtype, policy, replace(platform, budgets={**platform.budgets, tier: budget}), sizes)
+    limits = _Limits({**platform.budgets, tier: predicted.peak(tier) - given_up}, platform.joint)
+    return _way_out(config, dtype, policy, platform, sizes, limits)
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Whether an allocation on the device failed. torch says so in words where there is no accelerator."""
-    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether an allocation on the device failed. What is none of torch's own error classes says so in words."""
+    known = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
+    return known or any(words in str(error) for words in NO_MEMORY)
 
 
 def smaller_sub_batches(policy: Policy) -> Policy | None:
@@ -74,48 +125,37 @@ def smaller_sub_batches(policy: Policy) -> Policy | None:
     )
 
 
-def _with_disk_budget(platform: Platform, on_disk_already: int) -> Platform:
-    """The platform, with no more on disk than there is."""
-    if platform.offload_dir is None or platform.device.type == "meta":
-        return platform
-    available = free_disk_bytes(platform.offload_dir) + on_disk_already
-    asked = platform.budgets.get("disk")
-    budgets: dict[Tier, int | None] = {
-        **platform.budgets,
-        "disk": available if asked is None else min(asked, available),
-    }
-    return replace(platform, budgets=budgets)
+def _rooms(platform: Platform, on_disk_already: Mapping[str, int]) -> tuple[_Room, ...]:
+    """The file systems of the run's files and of its weights, which may be one."""
+    folder = platform.offload_dir
+    if folder is None or platform.device.type == "meta":
+        return ()
+    kept = on_disk_already.get(weights.LEDGER_LINE, 0)
+    files = sum(on_disk_already.values()) - kept
+    cache = Path(folders.CACHE).expanduser()
+    if file_system(folder) == file_system(cache):
+        return (_Room(folder, free_disk_bytes(folder) + kept + files),)
+    return (
+        _Room(folder, free_disk_bytes(folder) + files, for_weights=False),
+        _Room(cache, free_disk_bytes(cache) + kept, for_files=False),
+    )
 
 
-def _budget(platform: Platform, tier: Tier) -> int | None:
-    return platform.budgets.get(tier)
-
-
-def _exceeds(predicted: Ledger, platform: Platform, tier: Tier) -> bool:
-    budget = _budget(platform, tier)
-    return budget is not None and predicted.peak(tier) > budget
-
-
-def _excess(predicted: Ledger, platform: Platform, tier: Tier) -> str:
-    name = "memory" if platform.joint and tier == "cpu" else f"{tier} memory" if tier != "disk" else "disk"
-    lines = sorted(predicted.account(tier).largest.items(), key=lambda line: -line[1])
-    parts = ", ".join(f"{line} {gb(size)}" for line, size in lines[:4])
-    return f"{gb(predicted.peak(tier))} of {name} ({parts}), where {gb(_budget(platform, tier) or 0)} can be used"
-
-
-def _way_out(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> str:
+def _way_out(
+    config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes, limits: _Limits
+) -> str:
     """A placement that fits, or else a smaller block that does, as asked or with everything on disk."""
     for percent in LADDER:
         if platform.joint and percent != _joint(percent):
             continue
         ledger = predict(config, dtype, replace(policy, percent=percent), platform, sizes)
-        if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
+        if not limits.exceeded(ledger):
             return f"--percent {percent} would fit"
     for percent in (policy.percent, LADDER[-1]):
         for rows in _fewer(sizes.rows):
             smaller = replace(policy, gpu_batch_size=rows, num_gpu_batches=1, decode_batch_size=None, percent=percent)
             ledger = predict(config, dtype, smaller, platform, replace(sizes, rows=rows))
-            if not any(_exceeds(ledger, platform, tier) for tier in TIERS):
+            if not limits.exceeded(ledger):
                 placed = "" if percent == policy.percent else f" with --percent {percent}"
                 placed += "" if policy.decode_batch_size is None else " and without --decode-batch-size"
                 return f"A block of {rows} rows (--gpu-batch-size {rows} --num-gpu-batches 1){placed} would fit"

@@ -2,14 +2,14 @@
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
 
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
+from flexgen_h2o import folders
+from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.search.hardware import default_folder, default_name, read_hardware, slug, write_hardware
+from flexgen_h2o.search.hardware import Hardware, default_folder, default_name, read_hardware, slug, write_hardware
 from flexgen_h2o.search.hardware_summary import summary
 
 DESCRIPTION = """Measures this machine: products, decode attention, memory, links, disk and threads; in less than two
@@ -40,11 +40,12 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     flags = Flags(args)
     device_name = flags.choice("--device", ("auto", "cuda", "cpu"), "auto")
-    flags.problems += _output_problems(args)
+    if args.output is not None and (problem := unwritable("--output", Path(args.output))):
+        flags.problems.append(problem)
 
     from tqdm import tqdm
 
-    from flexgen_h2o.platforms import DEFAULT_OFFLOAD_DIR, choose_device, setting_problems
+    from flexgen_h2o.platforms import choose_device, setting_problems
     from flexgen_h2o.profiling.profile import measure
     from flexgen_h2o.profiling.quick import nearest_parent
     from flexgen_h2o.profiling.settings import FULL, QUICK
@@ -57,8 +58,8 @@ def main(argv: list[str]) -> int:
     surroundings = {**environment(), "command": shlex.join(["python", "-m", "flexgen_h2o.profile_hardware", *argv])}
     name = args.name or default_name(surroundings["machine"], device.type)
     output = Path(args.output) if args.output else default_folder() / f"{slug(name)}.json"
-    earlier = read_hardware(output) if output.exists() else None
-    folder = nearest_parent(Path(DEFAULT_OFFLOAD_DIR)) if args.folder is None else Path(args.folder).expanduser()
+    earlier = _earlier(output)
+    folder = nearest_parent(Path(folders.OFFLOAD)) if args.folder is None else Path(args.folder).expanduser()
     with tqdm(file=sys.stderr, disable=not sys.stderr.isatty(), bar_format="{desc} {percentage:3.0f}% {bar}") as bar:
 
         def advance(title: str, done: int, total: int) -> None:
@@ -76,16 +77,13 @@ def main(argv: list[str]) -> int:
     return EXIT_OK
 
 
-def _output_problems(args: argparse.Namespace) -> list[str]:
-    if args.output is None:
-        return []
-    output = Path(args.output)
-    folder = output.resolve().parent
-    if output.is_dir() or not folder.is_dir():
-        return [f"--output {output} cannot be written: its folder does not exist or it is a folder; give another name"]
-    if not os.access(folder, os.W_OK):
-        return [f"--output {output} cannot be written: permission denied; give another name"]
-    return []
+def _earlier(output: Path) -> Hardware | None:
+    """What was measured before, to say how far the two are apart; None if there is nothing that can be read."""
+    try:
+        return read_hardware(output) if output.exists() else None
+    except UsageError as error:
+        print(f"note: what is replaced cannot be compared with: {error}", file=sys.stderr)
+        return None
 
 
 if __name__ == "__main__":

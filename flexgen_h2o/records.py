@@ -21,7 +21,7 @@ from flexgen_h2o.policy_files import policy_fields
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.search.hardware import Hardware, default_name
 from flexgen_h2o.search.limits import limit_of
-from flexgen_h2o.tiers import gb
+from flexgen_h2o.units import gb
 
 MOVES = ("disk_read", "disk_write", "h2d", "d2h")
 LANES = ("compute", *MOVES)

@@ -55,7 +55,8 @@ def main(argv: list[str]) -> int:
             job.run(sizes)
             _warn(job, llm)
         report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts, rates)
-        work = Workload(sizes.prompt_len, params.max_new_tokens, sizes.num_prompts)
+        done = sizes.num_prompts if llm.device.type == "meta" else llm.totals.num_prompts
+        work = Workload(sizes.prompt_len, params.max_new_tokens, done)
         report["predicted"] = predicted(llm, rates, work)
         if options.trace is not None and llm.runtime is not None:
             write_trace(Path(options.trace), llm.runtime.timeline.spans)
@@ -69,6 +70,8 @@ def _rates(options: Options, llm: "LLM", may_measure: bool = False) -> "Hardware
     from flexgen_h2o.records import machine_name
 
     name = machine_name(llm.device.type)
+    if options.hardware is None:
+        return None
     if not may_measure:
         return known_rates(options.hardware, name)
     return find_or_measure(options.hardware, name, llm.device, llm.platform.offload_dir or Path())
@@ -113,6 +116,8 @@ def _has_random_prompts(options: Options, llm: "LLM") -> bool:
 
 def _warn_of_idle_flags(options: Options, llm: "LLM") -> None:
     """Names what was asked for and means nothing without a GPU."""
+    for flag in options.timed_only if llm.device.type == "meta" else ():
+        print(f"note: {flag} means nothing in a dry run", file=sys.stderr)
     if llm.policy.cpu_cache_compute and llm.device.type != "cpu" and llm.policy.group_rows >= llm.policy.block_rows:
         print(
             "note: --cpu-cache-compute has one group of rows, so that CPU and GPU take turns;"
@@ -139,8 +144,11 @@ def _warn(job: "BatchJob", llm: "LLM") -> None:
             f"note: the texts fit the cache, so {llm.eviction.name} evicted nothing in this run",
             file=sys.stderr,
         )
-    if llm.policy.ring_16bit and not llm.totals.evictions:
-        print("note: with --ring-16bit nothing left the ring in this run, so no entry is in 4 bits", file=sys.stderr)
+    if llm.policy.ring_16bit and llm.totals.num_prompts and not llm.totals.heavy_entries:
+        print(
+            "note: with --ring-16bit no entry was outside of the ring in this run, so none is in 4 bits",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

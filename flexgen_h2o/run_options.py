@@ -1,7 +1,7 @@
 """The flags of `python -m flexgen_h2o.run`: parsed, checked, every mistake reported at once."""
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ FLAGS = {
         "--compress-weight": "weights in 4-bit groups (default: false)",
     },
     "KV cache": {
-        "--eviction": "h2o, full, local, sink or smooth (default: h2o)",
+        "--eviction": f"{', '.join(EVICTIONS)} (default: h2o)",
         "--hh-ratio": "heavy hitters, as a share of prompt + generated (default: 0.1)",
         "--recent-ratio": "recent entries, likewise (default: as --hh-ratio)",
         "--hh-size": "heavy hitters, in entries",
@@ -97,6 +97,8 @@ def _flag(name: str) -> str:
 
 
 POLICY_FLAGS = tuple(_flag(field.name) for field in fields(Policy))
+# A dry run leaves files alone, and times nothing.
+IDLE_IN_A_DRY_RUN = ("--output", "--restart", "--checkpoint-minutes", "--metrics", "--strict", "--trace")
 GIVEN_OR_NOT: dict[str, Any] = {"action": "store_true"}
 TRUE_IF_BARE: dict[str, Any] = {"nargs": "?", "const": "true"}
 KINDS = {  # flags that do not take exactly one value
@@ -131,14 +133,15 @@ class Options:
     prompt_len: int | None
     strict: bool
     json: bool
-    hardware: str
+    hardware: str | None  # None for no machine
     trace: str | None
     searches: bool  # for the parts of the policy that are not given
     restart: bool
     checkpoint_s: float | None
     metrics: str | None
-    given_policy: dict[str, Any]  # fields of Policy that are on the command line
+    given_policy: dict[str, Any]  # fields of Policy that are on the command line, or in the file that it names
     gpu_only: tuple[str, ...]  # flags given that only matter beside a GPU
+    timed_only: tuple[str, ...]  # flags given that only matter where something is computed
     has_fixed_sizes: bool  # the KV buffer's size does not depend on the prompts
 
     @property
@@ -158,7 +161,8 @@ def read_flags(argv: list[str]) -> Options:
         field.name: llm[field.name] for field in fields(Policy) if field.name in llm and flags.given(_flag(field.name))
     }
     if args.policy not in (None, "auto"):
-        llm |= _policy_of_file(args.policy, flags)
+        given_policy |= _policy_of_file(args.policy, flags)
+        llm |= given_policy
     elif searches:
         llm = {**_begin_with(given_policy), **llm}
     params = _sampling_arguments(args, flags, llm["seed"])
@@ -173,7 +177,7 @@ def read_flags(argv: list[str]) -> Options:
         prompt_len=llm["prompt_len"],
         strict=args.strict,
         json=args.json,
-        hardware=args.hardware or "auto",
+        hardware=args.hardware or (None if args.device == "meta" else "auto"),
         trace=args.trace,
         searches=searches,
         restart=args.restart,
@@ -181,6 +185,7 @@ def read_flags(argv: list[str]) -> Options:
         metrics=args.metrics,
         given_policy=given_policy,
         gpu_only=tuple(flag for flag in ("--pin-weight", "--cpu-cache-compute") if flags.given(flag)),
+        timed_only=tuple(flag for flag in IDLE_IN_A_DRY_RUN if flags.given(flag)),
         has_fixed_sizes=llm["eviction"] != "full" and all(llm[name] is not None for name in sizes),
     )
     if options.input == "-" and not (args.prompt_len or options.has_fixed_sizes):
@@ -197,6 +202,8 @@ def read_flags(argv: list[str]) -> Options:
     _add_deeper_problems(options, flags)
     if flags.problems:
         raise UsageError(flags.problems)
+    if args.device == "meta":
+        return replace(options, output=None, strict=False, restart=False, checkpoint_s=None, metrics=None, trace=None)
     return options
 
 

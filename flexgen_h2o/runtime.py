@@ -4,6 +4,7 @@ The same code makes the parts on a device without memory: what its ledger then c
 """
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -94,6 +95,7 @@ class Runtime:
         hold(self.ledger.held("gpu", BASELINE_LINE, self.platform.gpu_baseline))
         if device.type == "cuda":
             hold(self.ledger.held("cpu", STAGING_LINE, STAGED_BYTES))
+            hold(_bound_on_gpu(self.platform.budgets.get("gpu"), self.platform.gpu_baseline))
         self.tiers = Tiers(device, self.ledger)
         self.run_folder: RunFolder | None = None
         if self._uses_disk and self.platform.offload_dir is not None and device.type != "meta":
@@ -189,7 +191,9 @@ class Runtime:
         nbytes = workspace_bytes(self.config, self.policy, self.dtype.itemsize, sizes, logits)
         stored = self.tiers.allocate("gpu", WORKSPACE_LINE, (nbytes,), torch.uint8, WORKSPACE_LINE)
         resources.callback(self.tiers.release, stored, WORKSPACE_LINE)
-        return Workspace(stored.resident(frozenset(("gpu",))), logits)
+        workspace = Workspace(stored.resident(frozenset(("gpu",))), logits)
+        resources.callback(workspace.close)
+        return workspace
 
     def achieved_percent(self) -> list[float]:
         """The six percentages as they are: whole tensors of weights, whole units of KV and hidden states."""
@@ -217,6 +221,20 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _bound_on_gpu(budget: int | None, baseline: int) -> Iterator[None]:
+    """Has torch's allocator keep to what a budget leaves beside what was taken before."""
+    total = torch.cuda.mem_get_info()[1]
+    if budget is None or budget >= total:
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(max(0, budget - baseline) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def workspace_bytes(

@@ -182,8 +182,8 @@ def zigzag(
     Args:
         tokens: the steps to walk, in order; all of them, or a few that stand for the rest.
         layers: decoder layers.
-        look_ahead: how many pages of weights, and units of KV, are on their way ahead of the one in use. Computation
-            is the same, in the same order, whatever it is.
+        look_ahead: how many pages of weights, units of KV, and hidden states of groups are on their way ahead of those
+            in use. Computation is the same, in the same order, whatever it is.
         groups_in_flight: decode groups whose attention may be under way at once, where it runs beside the projections.
     """
     pages = _page_order(len(tokens), layers)
@@ -193,19 +193,20 @@ def zigzag(
         in_flight = 1 if token == 0 else groups_in_flight
         # A unit must have been put back before it is loaded again, so there is no looking ahead of all of them.
         ahead = min(look_ahead, layers * len(shape.unit_rows) - 1)
-        units = _unit_order(token, layers, groups)
+        units, hidden = _unit_order(token, layers, groups), _hidden_order(token, layers, groups)
         yield from islice(units, ahead)
         if step == 0:
             yield from islice(pages, 1)
         for group in groups:
             yield Embed(token, group)
-            yield from _hidden(StoreHidden, token, group)
+            yield from _store_hidden(token, group)
+        yield from islice(hidden, min(look_ahead, len(groups) - 1))
         yield ReleaseWeights(OUTER)
         for layer in range(layers):
             yield from islice(pages, 1)
             waiting: deque[Group] = deque()
             for group in groups:
-                yield from _hidden(LoadHidden, token, group)
+                yield from islice(hidden, 1)
                 yield Project(token, layer, group)
                 for unit in group.units:
                     yield from islice(units, 1)
@@ -219,20 +220,27 @@ def zigzag(
             yield ReleaseWeights(layer)
         yield from islice(pages, 1)
         for group in groups:
-            yield from _hidden(LoadHidden, token, group)
+            yield from islice(hidden, 1)
             yield Choose(token, group)
         yield EndStep(token)
 
 
 def _finish(token: int, layer: int, group: Group) -> Iterator[Operation]:
     yield Finish(token, layer, group)
-    yield from _hidden(StoreHidden, token, group)
+    yield from _store_hidden(token, group)
 
 
-def _hidden(kind: type[LoadHidden] | type[StoreHidden], token: int, group: Group) -> Iterator[Operation]:
+def _store_hidden(token: int, group: Group) -> Iterator[StoreHidden]:
     """Hidden states have homes in prefill; in decode they are small and stay on the device."""
     if token == 0:
-        yield kind(group)
+        yield StoreHidden(group)
+
+
+def _hidden_order(token: int, layers: int, groups: Sequence[Group]) -> Iterator[LoadHidden]:
+    """Hidden states in the order of their use: by every layer, and by the choice of the token."""
+    if token == 0:
+        for _ in range(layers + 1):
+            yield from map(LoadHidden, groups)
 
 
 def _page_order(tokens: int, layers: int) -> Iterator[FetchWeights]:

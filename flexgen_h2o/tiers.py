@@ -8,7 +8,7 @@ Without an accelerator the gpu and cpu tiers are one memory, with one budget, an
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -18,12 +18,7 @@ from torch import Tensor
 from flexgen_h2o.direct_io import aligned_bytes
 from flexgen_h2o.extents import Extent
 from flexgen_h2o.placement import TIERS, Tier
-from flexgen_h2o.units import GB, whole_huge_pages
-
-
-def gb(count: float) -> str:
-    """Bytes in GB of 2**30, for people."""
-    return f"{count / GB:.2f} GB"
+from flexgen_h2o.units import gb, whole_huge_pages
 
 
 class BudgetError(RuntimeError):
@@ -144,11 +139,15 @@ class Tiers:
     Args:
         device: the compute device: cuda, cpu or meta.
         ledger: pays for everything.
+
+    Attributes:
+        refusal: why some host memory is not pinned that was to be; None if all is.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger):
         self.device = device
         self.ledger = ledger
+        self.refusal: str | None = None
         self._pinned: set[int] = set()  # addresses
 
     @property
@@ -189,11 +188,11 @@ class Tiers:
             # Pinned in place: torch's own allocator of pinned memory rounds up to the next power of two.
             try:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{gb(tensor.nbytes)} of host memory cannot be pinned ({error}); try --pin-weight false"
-                ) from error
-            self._pinned.add(tensor.data_ptr())
+                self._pinned.add(tensor.data_ptr())
+            except RuntimeError as error:  # copies then go through pinned staging
+                self.refusal = f"{gb(tensor.nbytes)} of host memory cannot be pinned: {str(error).splitlines()[0]}"
+                with suppress(RuntimeError):  # the next kernel is told of that error once more
+                    torch.zeros(1, device=self.device)
         return tensor
 
     def _unregistered(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

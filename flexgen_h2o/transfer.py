@@ -360,7 +360,7 @@ class CudaTransfer(ThreadTransfer):
             super()._serve(link)
 
     def _stamp(self) -> torch.cuda.Event | None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # the host has other work for its processors than to spin
         event.record(torch.cuda.current_stream(self._device))
         return event
 

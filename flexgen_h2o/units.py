@@ -5,6 +5,11 @@ PAGE = 4096  # bytes; extents begin at whole pages
 HUGE_PAGE = 2 * 2**20  # bytes; of x86-64, and of arm64 with small pages of 4096
 
 
+def gb(count: float) -> str:
+    """Bytes in GB of 2**30, for people."""
+    return f"{count / GB:.2f} GB"
+
+
 def whole_pages(nbytes: int) -> int:
     """Bytes rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexgen_h2o import folders
 from flexgen_h2o.checkpoints import Checkpoint
 from flexgen_h2o.direct_io import REQUEST_BYTES, DirectFile, aligned_bytes, read_direct, write_direct
 from flexgen_h2o.disk import cache_key, check_space, replace_file, take_space
 from flexgen_h2o.extents import Extent, host_bytes
 from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.platforms import DEFAULT_WEIGHT_CACHE
 from flexgen_h2o.units import whole_pages
 
 INDEX, LOCK = "index.json", "lock"
@@ -57,7 +57,7 @@ def weight_folder(
         layout: the name of the layout of matrices.
     """
     origin = f"dummy {config} {seed} {device_type}" if checkpoint is None else checkpoint.identity()
-    return WeightFolder(Path(DEFAULT_WEIGHT_CACHE).expanduser() / cache_key(origin, dtype, layout, FILE_VERSION))
+    return WeightFolder(Path(folders.CACHE).expanduser() / cache_key(origin, dtype, layout, FILE_VERSION))
 
 
 class WeightFolder:

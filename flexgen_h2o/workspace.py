@@ -46,6 +46,10 @@ class Workspace:
         """Takes everything back."""
         self._used = 0
 
+    def close(self) -> None:
+        """Lets go of the memory, whoever still knows the workspace."""
+        self._storage = self._storage.new_empty(0)
+
     @contextmanager
     def frame(self) -> Iterator[None]:
         """Takes back, at its end, what was taken inside."""

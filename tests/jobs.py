@@ -8,8 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
 from commands import Finished, environment, run, write_jsonl
+
+from flexgen_h2o.block_checkpoint import BlockCheckpoint
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 120
@@ -89,6 +93,22 @@ def new_job(folder: Path, count: int = 9, argv: Sequence[str] | None = None, see
         lines.append({"id": f"prompt {number}", "prompt_ids": [5000] if number % 5 == 3 else ids})
     write_jsonl(folder / "in.jsonl", lines)
     return Job(folder) if argv is None else Job(folder, argv)
+
+
+def interrupt_in_block(job: Job, steps: int, monkeypatch: pytest.MonkeyPatch) -> Finished:
+    """Runs a job until this many steps have been saved."""
+    save, calls = BlockCheckpoint.step_done, iter(range(1, 1000))
+
+    def save_some(*arguments: Any) -> None:
+        save(*arguments)
+        if next(calls) == steps:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockCheckpoint, "step_done", save_some)
+        finished = job.run()
+    assert finished.code == 130 and job.checkpoint.is_dir()
+    return finished
 
 
 def kill(job: Job, times: int, longest_s: float, seed: int) -> int:

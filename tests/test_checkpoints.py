@@ -233,6 +233,17 @@ def test_what_is_missing_is_downloaded_after_the_cache_has_been_asked(
     assert "*.safetensors" in asked[1][1] and "*.bin" not in asked[1][1]  # not both kinds of a large model
 
 
+def test_what_stopped_a_download_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repository: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+        raise OSError(28, "No space left on device", "/cache")
+
+    monkeypatch.setattr(checkpoints, "snapshot_download", download)
+    problem = problem_of(lambda: locate_model("opt-125m", None, False))
+    assert "No space left on device" in problem and "not here" not in problem
+
+
 def test_the_folder_in_use_is_never_written_to(tiny_folder: Path, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in tiny_folder.iterdir()}
     run("--model", str(tiny_folder), "--gen-len", "2", "--input", ids_file(tmp_path, 3))

@@ -15,7 +15,7 @@ import torch
 from commands import Finished, call, environment
 from helpers import TinyOpt, dense
 
-from flexgen_h2o import LLM, convert, disk, quant, weight_files
+from flexgen_h2o import LLM, convert, disk, quant
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.schedule import OUTER
 from flexgen_h2o.weight_files import WeightFolder
@@ -27,7 +27,7 @@ Tiny = Callable[..., TinyOpt]
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where weights are kept."""
-    monkeypatch.setattr(weight_files, "DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "weights"))
     return tmp_path / "weights"
 
 
@@ -126,8 +126,8 @@ def test_an_interrupted_conversion_goes_on(tiny: Tiny, cache: Path, monkeypatch:
 
 KILLED = """
 import os, signal, sys
-from flexgen_h2o import convert, weight_files
-weight_files.DEFAULT_WEIGHT_CACHE = sys.argv[1]
+from flexgen_h2o import convert, folders, weight_files
+folders.CACHE = sys.argv[1]
 write_direct, count = weight_files.write_direct, 0
 
 def killing(extent, source):

@@ -75,7 +75,7 @@ def test_a_few_steps_stand_for_all(tiny: Tiny) -> None:
 
 
 def test_a_dry_run_touches_no_file(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "weights"))
     finished = call(
         run_command,
         [
@@ -186,6 +186,31 @@ def test_a_dry_run_is_bound_by_the_budgets_that_are_given_alone() -> None:
     assert call(run_command, argv).code == 0  # whatever this machine has
     refused = call(run_command, [*argv, "--gpu-mem", "100"])
     assert refused.code == 2 and "100.00 GB" in refused.problems[0]
+
+
+def test_what_means_nothing_in_a_dry_run_is_named_and_not_done(tmp_path: Path) -> None:
+    """A job's own command may be tried first, whatever is left of an earlier run."""
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
+    output = tmp_path / "out.jsonl"
+    output.write_text("of an earlier run\n")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    idle = {"--output": output, "--metrics": tmp_path / "run.prom", "--trace": tmp_path / "trace.json"}
+    argv = [word for flag, path in idle.items() for word in (flag, str(path))]
+    argv += [*"--restart --strict --checkpoint-minutes 1".split(), "--input", str(tmp_path / "in.jsonl")]
+    finished = call(run_command, [*argv, "--device", "meta", "--json"])
+    assert finished.code == 0, finished.err
+    notes = [line for line in finished.err.splitlines() if "means nothing in a dry run" in line]
+    assert len(notes) == len(idle) + 3
+    assert output.read_text() == "of an earlier run\n" and sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dry_run_is_of_no_machine_unless_one_is_named(dtype: str) -> None:
+    argv = ["--device", "meta", "--dtype", dtype, "--prompt-len", "16", "--gen-len", "4", "--json"]
+    percent = ["--percent", *"100 0 100 0 100 0".split()]
+    assert call(run_command, [*argv, *percent]).report["predicted"] is None
+    named = call(run_command, [*argv, *percent, "--hardware", "amd-epyc-2-cores"]).report
+    assert named["predicted"]["kind"] == "projection"
 
 
 def test_a_dry_run_refuses_what_a_run_refuses() -> None:

@@ -139,6 +139,7 @@ def test_another_text_can_be_scored(tmp_path: Path) -> None:
         (["--model", "/nowhere"], ["/nowhere"]),
         (["--text", "/nowhere.txt"], ["--text /nowhere.txt", "No such file"]),
         (["--plot", "/nowhere/plot.png"], ["--plot"]),
+        (["--record", "/"], ["--record / cannot be written"]),
         (["--eviction", "topk", "--compress-cache"], ["topk", "--compress-cache"]),
         (["--documents"], ["--documents"]),
         (["--misspelt"], ["--misspelt"]),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Finished, read_jsonl, write_jsonl
-from jobs import ON_DISK, PATIENCE_S, Job, new_job
+from jobs import ON_DISK, PATIENCE_S, Job, interrupt_in_block, new_job
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_opt, save_tiny_opt
 
@@ -30,7 +30,7 @@ ARGV = (*ON_DISK, *"--gen-len 6 --dtype float32".split())
 
 @pytest.fixture(autouse=True)
 def quick_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / "job" / ".cache"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "job" / ".cache"))
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -44,7 +44,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The output of an undisturbed run."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("undisturbed")
-        patch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(folder / ".cache"))
+        patch.setattr("flexgen_h2o.folders.CACHE", str(folder / ".cache"))
         undisturbed = new_job(folder / "job", 9, ARGV)
         assert undisturbed.run().code == 0
         return undisturbed.output.read_bytes()
@@ -274,6 +274,9 @@ def test_13_host_memory_budget(job: Job) -> None:
     assert job.leftovers() == [] and not job.output.exists()
 
 
+FILLER = 1  # what a tiny model's rows are fed that are done
+
+
 def poisoned_model(folder: Path, parameter: str, row: int | None) -> Path:
     """A tiny model with a NaN in one parameter, or in one row of it. 3 layers, head and embedding apart."""
     from transformers import OPTConfig, OPTForCausalLM
@@ -312,6 +315,32 @@ def test_14_numbers_that_are_not_finite_spoil_their_own_row_only(tmp_path: Path)
     assert [line for line in lines if "error" not in line] == [
         line for number, line in enumerate(read_jsonl(other.output)) if number != 2
     ]
+
+
+def test_14_what_a_row_is_fed_that_is_done_spoils_nothing(tmp_path: Path) -> None:
+    sane = tiny_job(tmp_path / "sane", save_tiny_opt(make_tiny_opt("untied"), tmp_path / "sane_model"))
+    assert sane.run().code == 0
+    stop = str(read_jsonl(sane.output)[0]["token_ids"][0])
+    expected = tiny_job(tmp_path / "expected", tmp_path / "sane_model")
+    expected.run("--stop-token-ids", stop)
+    job = tiny_job(tmp_path / "job", poisoned_model(tmp_path / "model", "decoder.embed_tokens.weight", FILLER))
+    assert job.run("--stop-token-ids", stop).code == 0
+    lines = read_jsonl(expected.output)
+    sound = [number for number, line in enumerate(lines) if FILLER not in line["token_ids"]]  # it may be chosen too
+    assert [read_jsonl(job.output)[number] for number in sound] == [lines[number] for number in sound]
+    assert len(lines[0]["token_ids"]) == 1 and len(sound) >= 2
+
+
+def test_14_what_was_not_finite_before_an_interruption_is_known_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = poisoned_model(tmp_path / "model", "decoder.embed_tokens.weight", 77)
+    undisturbed, job = (tiny_job(tmp_path / name, model) for name in ("undisturbed", "job"))
+    undisturbed.run()
+    job = Job(job.folder, [*job.argv, "--checkpoint-minutes", "0"])
+    interrupt_in_block(job, 2, monkeypatch)
+    finished = job.run()
+    assert "goes on at its token 3" in finished.err and job.output.read_bytes() == undisturbed.output.read_bytes()
 
 
 def test_15_a_clock_that_jumps(job: Job, expected: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to be in, where relative names may be written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / ".cache"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / ".cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
 

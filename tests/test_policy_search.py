@@ -15,6 +15,7 @@ from flexgen_h2o import policy_search
 from flexgen_h2o.policy_files import policy_from_json, read_policy
 
 T4 = ("--hardware", "t4")
+IN_ONE = ("--gpu-batch-size", "8", "--num-gpu-batches", "1")
 QUICK = ("--gpu-batch-size", "8", "--cpu-cache-compute", "on")
 
 
@@ -91,6 +92,14 @@ def test_a_machine_without_a_gpu() -> None:
         (("--hardware", "nowhere.json"), "nowhere.json cannot be read"),
         (("--percent", "1", "2"), "--percent has 2 numbers"),
         (("--percent", *"0 100 0 100 0 100".split()), "add --gpu-batch-size and --num-gpu-batches"),
+        (
+            ("--percent", *"0 100 0 100 0 100".split(), *IN_ONE, "--compress-weight", "auto"),
+            "--compress-weight auto leaves a choice",
+        ),
+        (
+            ("--model", "opt-30b", "--percent", *"100 0 100 0 100 0".split(), *IN_ONE),
+            "on gpu, where 15.00 GB can be used",
+        ),
         (("--compress-weight", "maybe"), "must be one of auto, on, off"),
         (("--lane-share", "h3d=1"), "'h3d' is no lane"),
         (("--lane-share", "h2d=2"), "must be a number of at least 0.01 and at most 1"),

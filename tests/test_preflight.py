@@ -31,8 +31,8 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.preflight import check_fit
 from flexgen_h2o.runtime import RunSizes, predict
 from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.tiers import Ledger, gb
-from flexgen_h2o.units import GB, whole_pages
+from flexgen_h2o.tiers import Ledger
+from flexgen_h2o.units import GB, gb, whole_pages
 
 BASELINE = 200 * 2**20
 MODEL = published("opt-125m")
@@ -210,6 +210,24 @@ def test_no_more_than_what_is_free_on_disk(tmp_path: Path, monkeypatch: pytest.M
     fit({"disk": asked}, offload_dir=tmp_path)  # which needs no disk
 
 
+def test_weights_and_files_of_a_run_may_be_on_two_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is charged for what lies on the other."""
+    on_disk = Percent(0, 0, 0, 0, 0, 0)
+    lines = fit({}, on_disk).account("disk").largest
+    files = sum(lines.values()) - lines["weights"]
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(cache))
+    monkeypatch.setattr(preflight, "file_system", lambda folder: int(folder == cache))
+    free = {cache: lines["weights"], tmp_path: files}
+    monkeypatch.setattr(preflight, "free_disk_bytes", lambda folder: free[folder])
+    fit({}, on_disk, offload_dir=tmp_path)
+    for folder, what in ((cache, "disk for weights"), (tmp_path, "disk")):
+        free[folder] -= 1
+        problem = refusal({}, on_disk, offload_dir=tmp_path)
+        assert f"of {what}, where {folder} has {gb(free[folder])} free" in problem
+        free[folder] += 1
+
+
 def tiny_llm(tiny_opt: TinyOpt, folder: Path, **more: Any) -> LLM:
     settings = {"device": "cpu", "dtype": "float32", "gpu_batch_size": 2, "offload_dir": folder / "offload"}
     return LLM(str(tiny_opt.folder), **{**settings, **more})
@@ -219,7 +237,7 @@ def test_weights_that_are_on_disk_already_need_no_space(
     tiny: Callable[..., TinyOpt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a model that takes more than half of the disk could be run only once."""
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "weights"))
     for module in (preflight, disk):
         monkeypatch.setattr(module, "free_disk_bytes", lambda folder: 500_000 - stored(tmp_path))
     for _ in range(2):

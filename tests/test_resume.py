@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -14,16 +15,19 @@ import pytest
 import torch
 from commands import read_jsonl, run, write_jsonl
 from helpers import ForcedTokens, TinyOpt, pad
-from jobs import ON_DISK, Job, kill, new_job
+from jobs import ON_DISK, Job, interrupt_in_block, kill, new_job
 from placed import BACKENDS, MIXED, Backend, Case, delayed_threads, opened, small_block
 from torch import Tensor
 
 from flexgen_h2o import resume
 from flexgen_h2o.block_checkpoint import BlockCheckpoint
+from flexgen_h2o.block_work import BlockStart
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Request, Sampler
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.placement import Percent
+from flexgen_h2o.policy import Policy
+from flexgen_h2o.policy_files import policy_fields, write_policy
 from flexgen_h2o.resume import JobRecord, Progress, read_record, write_record
 from flexgen_h2o.sampling import SamplingParams
 
@@ -31,7 +35,7 @@ from flexgen_h2o.sampling import SamplingParams
 @pytest.fixture(autouse=True)
 def quick_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of weights that no one else uses; and no waiting for the device, as no machine crashes here."""
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / ".cache"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / ".cache"))
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -170,6 +174,9 @@ def test_reports_of_a_resumed_job_speak_of_their_own_run(job: Job, monkeypatch: 
     interrupt(job, 2, monkeypatch)
     report = job.run("--json").report
     assert (report["num_prompts"], report["generated_tokens"]) == (3, 18)
+    predicted = report["predicted"]
+    assert predicted["throughput_tok_s"] == pytest.approx(18 / predicted["total_s"])
+    assert job.run("--json").report["predicted"] is None  # nothing was left to do
 
 
 def test_results_that_were_moved_away_are_made_anew(job: Job) -> None:
@@ -242,6 +249,14 @@ def test_another_setting_is_refused_by_name(begun: Job, more: str, words: list[s
     assert all(any(word in problem for problem in problems) for word in words), problems
     assert all("--restart" in problem and "--output" in problem for problem in problems)
     assert (job.output.read_bytes(), job.side_file.read_bytes()) == before
+
+
+def test_a_policy_file_that_says_otherwise_is_refused_too(begun: Job, tmp_path: Path) -> None:
+    job = Job(begun.folder, ("--gen-len", "6", "--policy", str(tmp_path / "policy.json")))
+    write_policy(tmp_path / "policy.json", Policy(4, 2), {})
+    assert any("--gpu-batch-size is 4, and the job was begun with 2" in problem for problem in refusals(job))
+    write_policy(tmp_path / "policy.json", Policy(2, 1), {})
+    assert job.run().code == 0
 
 
 def test_begun_again_a_job_may_have_other_settings(begun: Job) -> None:
@@ -329,9 +344,6 @@ def test_an_output_that_is_not_what_was_left_is_refused(begun: Job, damage: Call
 
 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
-    from flexgen_h2o.policy import Policy
-    from flexgen_h2o.policy_files import policy_fields
-
     policy = policy_fields(Policy())
     record = JobRecord({"--seed": 3, "--stop": ["a"]}, policy, policy, 30, 9, Progress(5, 1, 60, 1234, 99, True))
     path = tmp_path / "out.job"
@@ -359,21 +371,6 @@ def small_argv(homes: str) -> list[str]:
     if homes == "full":
         return [*"--eviction full --gen-len 12 --checkpoint-minutes 0 --ignore-eos".split(), *HOMES["full"]]
     return [*SMALL, *HOMES[homes]]
-
-
-def interrupt_in_block(job: Job, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a job until this many steps have been saved."""
-    save, calls = BlockCheckpoint.step_done, iter(range(1, 1000))
-
-    def save_some(*arguments: Any) -> None:
-        save(*arguments)
-        if next(calls) == steps:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BlockCheckpoint, "step_done", save_some)
-        assert job.run().code == 130
-    assert job.checkpoint.is_dir()
 
 
 @pytest.fixture
@@ -457,6 +454,29 @@ def test_no_room_for_a_checkpoint_is_said_and_the_run_goes_on(tmp_path: Path, mo
     assert finished.code == 0 and "could not be saved" in finished.err and job.leftovers() == []
 
 
+def test_a_checkpoint_stays_while_there_is_no_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(tmp_path / "job", 3, small_argv("in_memory"))
+    expected = undisturbed(job)
+    save = BlockCheckpoint._save
+
+    def save_once(self: BlockCheckpoint, reached: BlockStart) -> None:
+        if reached.step == 3:
+            save(self, reached)
+            return
+        (job.checkpoint / f"step-{reached.step - 1}").mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockCheckpoint, "_save", save_once)
+        interrupted = interrupt_in_block(job, 4, monkeypatch)
+    assert "could not be saved" in interrupted.err and "saved of it before stays" in interrupted.err
+    assert [path.name for path in job.checkpoint.glob("step-*")] == ["step-2"]
+    finished = job.run()
+    assert "goes on at its token 4" in finished.err and job.output.read_bytes() == expected
+
+
 def test_times_and_tokens_of_a_block_that_goes_on_are_those_of_this_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,7 +491,7 @@ def test_saving_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     saved: list[int] = []
     now = 1000.0
     monkeypatch.setattr("flexgen_h2o.block_checkpoint.time.monotonic", lambda: now)
-    monkeypatch.setattr(BlockCheckpoint, "_save", lambda self, step, next_ids: saved.append(step))
+    monkeypatch.setattr(BlockCheckpoint, "_save", lambda self, reached: saved.append(reached.step - 1))
     done = BlockCheckpoint.step_done
 
     def ten_seconds_later(*arguments: Any) -> None:
@@ -536,9 +556,9 @@ def test_a_block_is_saved_from_every_memory_and_brought_back_to_it(
             first = 0 if start is None else start.step
             chooser.logits = [torch.zeros(block.rows, case.tiny.config.vocab_size)] * first
 
-            def on_step(step: int, next_ids: Tensor) -> None:
-                if step == saves_at:
-                    keeper.step_done(step, next_ids)
+            def on_step(reached: BlockStart) -> None:
+                if reached.step - 1 == saves_at:
+                    keeper.step_done(reached)
 
             engine.run(block, forced.shape[1] + 1, chooser, start, on_step)
         return chooser.all_logits(), first

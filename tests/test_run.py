@@ -360,6 +360,22 @@ def test_dummy_weights_are_named_in_the_summary() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("argv", "is_said"),
+    [
+        ("--hh-size 20 --recent-size 4", False),  # nothing is evicted, but most entries have left the ring
+        ("--hh-size 20 --recent-size 40", True),
+        ("--eviction local --recent-size 4", True),  # what leaves the ring is gone
+    ],
+)
+def test_where_the_ring_keeps_all_no_entry_is_in_4_bits_and_that_is_said(
+    tmp_path: Path, argv: str, is_said: bool
+) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", [{"prompt_ids": list(range(10, 22))}])
+    finished = run("--input", path, "--gen-len", "4", "--compress-cache", "--ring-16bit", *argv.split())
+    assert finished.code == 0 and ("none is in 4 bits" in finished.err) == is_said
+
+
 def test_keys_of_a_checkpoint_that_are_not_used_are_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

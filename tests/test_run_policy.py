@@ -11,7 +11,7 @@ from commands import refused_once, run, write_jsonl
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.placement import Percent
-from flexgen_h2o.planning import BLOCK_ROWS
+from flexgen_h2o.planning import BLOCK_ROWS, USED_SHARE
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.policy_files import write_policy
 from flexgen_h2o.profiling import quick
@@ -19,6 +19,7 @@ from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.hardware import Hardware, default_folder, read_hardware
 from flexgen_h2o.search.predict import predict
 from flexgen_h2o.search.projection import Projection
+from flexgen_h2o.search.search import find
 from flexgen_h2o.search.simulate import Simulation, simulate
 
 IN_MEMORY = "100 0 100 0 100 0".split()
@@ -97,6 +98,24 @@ def test_what_does_not_fit_is_searched_with_rates_that_are_measured_once(
         finished = run(*argv)
         assert finished.code == 0 and len(unknown_machine) == 1
         assert finished.report["predicted"]["kind"] == "projection"
+
+
+def test_no_more_of_the_disk_is_planned_with_than_is_free_now(
+    prompt_file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planned: list[float | None] = []
+
+    def noted(model: CostModel, budgets: dict[str, float | None], *rest: Any) -> Any:
+        planned.append(budgets["disk"])
+        return find(model, budgets, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("flexgen_h2o.planning._fits", lambda *_: False)
+    monkeypatch.setattr("flexgen_h2o.planning.find", noted)
+    monkeypatch.setattr("flexgen_h2o.planning.free_disk_bytes", lambda folder: 10**9)
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "cache"))
+    argv = ("--input", prompt_file, "--gen-len", "4", "--offload-dir", str(tmp_path / "offload"))
+    assert run(*argv).code == 0 and run(*argv, "--disk-mem", "0.5").code == 0
+    assert planned == [USED_SHARE * 10**9, USED_SHARE * 2**29]
 
 
 def test_what_is_expected_is_a_walk_over_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -34,6 +35,7 @@ from placed import (
 from flexgen_h2o import disk
 from flexgen_h2o import runtime as runtime_module
 from flexgen_h2o.disk import RunFolder
+from flexgen_h2o.engine import Engine
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.model_config import Shapes
 from flexgen_h2o.placement import Percent, Tier
@@ -78,6 +80,20 @@ def test_what_exceeds_a_budget_is_refused_and_not_counted() -> None:
         assert part in str(caught.value)
     assert ledger.accounts["cpu"].in_use == ledger.peak("cpu") == 2 * GB
     ledger.charge("cpu", "KV cache", GB)  # to the last byte
+
+
+def test_memory_that_cannot_be_pinned_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def cudaHostRegister(self, *_: int) -> int:
+            raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    tiers = Tiers(torch.device("cuda"), Ledger({}, joint=False))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    stored = tiers.allocate("cpu", "KV", (5000,), torch.uint8, "KV cache", pin=True)
+    assert stored.tensor is not None and stored.tensor.nbytes == 5000
+    assert tiers.refusal is not None and tiers.refusal.endswith("cannot be pinned: CUDA error: out of memory")
+    tiers.release(stored, "KV cache")  # and nothing is unpinned
 
 
 def test_a_joint_budget_is_shared_by_gpu_and_cpu() -> None:
@@ -500,6 +516,23 @@ def test_a_model_many_times_larger_than_memory_runs_from_disk_in_what_was_predic
     found = measure(tmp_path, deep_model, ON_DISK, prompt_len=64)
     assert found["weights"] >= 5 * (found["ledger"] - found["lines"][BASELINE_LINE])
     assert found["measured"] <= 1.1 * found["ledger"], found
+
+
+def test_memory_of_other_sizes_is_given_back_before_more_is_taken(
+    tiny: Callable[..., TinyOpt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tiny(), small_block(), H2O(3, 4), Percent())
+    make = Runtime._make_engine
+    with opened(case, tmp_path) as runtime:
+        engine = runtime.engine(case.sizes)  # which others may still know
+        memory = [weakref.ref(workspace._storage) for workspace in engine.workspaces]
+
+        def noting(self: Runtime, sizes: RunSizes) -> Engine:
+            assert memory and all(storage() is None for storage in memory)
+            return make(self, sizes)
+
+        monkeypatch.setattr(Runtime, "_make_engine", noting)
+        runtime.engine(replace(case.sizes, prompt_len=case.sizes.prompt_len + 1))
 
 
 @needs_linux

@@ -17,8 +17,10 @@ from flexgen_h2o.schedule import (
     EndStep,
     Finish,
     Group,
+    LoadHidden,
     Operation,
     Project,
+    StoreHidden,
     cut_block,
     zigzag,
 )
@@ -147,3 +149,27 @@ def test_a_group_is_not_interrupted_between_project_and_finish(shape: BlockShape
         elif isinstance(operation, Finish):
             assert operation.group == holder
             holder = None
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1])
+@given(shape=SHAPES, layers=st.integers(1, 3))
+def test_hidden_states_are_on_the_device_where_they_are_used_and_one_group_more_at_most(
+    look_ahead: int, shape: BlockShape, layers: int
+) -> None:
+    at_home: set[int] = set()
+    on_device: set[int] = set()
+    most = 0
+    for operation in zigzag(range(2), layers, shape, look_ahead):
+        match operation:
+            case StoreHidden(group):
+                at_home.add(group.index)
+                on_device.discard(group.index)
+            case LoadHidden(group):
+                at_home.remove(group.index)
+                on_device.add(group.index)
+                most = max(most, len(on_device))
+            case Project(0, _, group):
+                assert group.index in on_device
+            case Choose(0, group):
+                on_device.remove(group.index)  # of every row's last token alone, which is little
+    assert most == min(1 + look_ahead, len(shape.prefill_groups))

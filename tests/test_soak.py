@@ -65,7 +65,7 @@ def call(numbers: random.Random, folder: Path, placement: str) -> None:
 
 def test_nothing_creeps_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is within 1 % of what it was after a first fifth; descriptors and threads are as many."""
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / ".cache"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / ".cache"))
     own_seed, began = time.time_ns(), time.monotonic()
     numbers, seen = random.Random(own_seed), [held()]
     print(f"seed {own_seed}")

@@ -81,7 +81,7 @@ def test_a_trace_has_a_named_thread_for_every_lane(tmp_path: Path) -> None:
 
 
 def test_a_run_that_streams_weights_leaves_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "weights"))
     path = tmp_path / "trace.json"
     argv = ["--percent", "0", "0", "100", "0", "100", "0", "--gen-len", "3", "--trace", str(path), "--json"]
     finished = call(run_command, argv)
@@ -103,7 +103,7 @@ def test_a_run_that_streams_weights_leaves_a_trace(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_report_says_how_files_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
-    monkeypatch.setattr("flexgen_h2o.weight_files.DEFAULT_WEIGHT_CACHE", str(tmp_path / "weights"))
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "weights"))
     if refused:
         real = os.open
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from flexgen_h2o.direct_io import DirectFile, aligned_bytes
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.profiling.quick import known_rates
 from flexgen_h2o.records import machine_name
-from flexgen_h2o.search.hardware import Hardware, find_hardware
+from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.limits import PhaseWork, resource_seconds
 from flexgen_h2o.search.rates import Rate
 
@@ -46,7 +47,7 @@ class Rooflines:
             device: where compute happened: cpu or cuda.
         """
         try:
-            hardware = find_hardware("auto", machine_name(device))
+            hardware = known_rates("auto", machine_name(device))
             if hardware is None:
                 return {"reason": "no hardware file: python -m flexgen_h2o.profile_hardware makes one"}
             found: dict[str, Any] = {"hardware": hardware.name}

@@ -173,9 +173,22 @@ def groups(records: Sequence[Record]) -> list[Group]:
     for record in records:
         by_setting.setdefault(json.dumps([record["config"][name] for name in SETTING]), []).append(record)
     return [
-        Group({name: own[0]["config"][name] for name in SETTING}, list(_rows(own)), _facts(own))
+        Group({name: own[0]["config"][name] for name in SETTING}, list(_rows(_told_apart(own))), _facts(own))
         for own in by_setting.values()
     ]
+
+
+def _told_apart(records: Sequence[Record]) -> Sequence[Record]:
+    """The same with the precision in the label of a contender that was measured in several."""
+    precisions: dict[str, set[str]] = {}
+    for record in records:
+        precisions.setdefault(record["config"]["label"], set()).add(record["config"]["dtype"])
+
+    def labelled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        label = config["label"]
+        return config if len(precisions[label]) == 1 else {**config, "label": f"{label}, {config['dtype']}"}
+
+    return [{**record, "config": labelled(record["config"])} for record in records]
 
 
 def _rows(records: Sequence[Record]) -> Iterable[Row]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o import quant
+from flexgen_h2o.footprint import QUANTISED_AT_ONCE
 from flexgen_h2o.kernels import native
 from flexgen_h2o.kernels.fastest import HAS_TRITON, Fastest
 
@@ -121,7 +122,13 @@ def enter_with_torch(
 def _entries(region: Tensor, live: int, query: Tensor) -> Tensor:
     """The live entries of a region in the query's precision, [rows, heads, live, head_dim]."""
     entries = region[:, :, :live]
-    return quant.decode(entries, query.shape[-1], query.dtype) if region.dtype == torch.uint8 else entries
+    if region.dtype != torch.uint8:
+        return entries
+    whole = query.new_empty(*entries.shape[:3], query.shape[-1])
+    rows = max(1, QUANTISED_AT_ONCE // max(1, whole[0].numel()))
+    for part, target in zip(entries.split(rows), whole.split(rows), strict=True):
+        target.copy_(quant.decode(part, query.shape[-1], query.dtype))
+    return whole
 
 
 def _as_stored(entries: Tensor, region: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Fastest:
 
     Attributes:
         chosen: the names, by kind.
+        failures: what those said that failed where they were tried, by name.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Fastest:
         self._rehearsal = rehearsal
         self._seconds = seconds
         self.chosen: dict[Hashable, str] = {}
+        self.failures: dict[str, str] = {}
 
     def __call__(self, *args: Any) -> Any:
         kind = self._kind(*args)
@@ -52,28 +54,26 @@ class Fastest:
 
     @property
     def names(self) -> str:
-        """The ways that have been chosen so far, for reports; the reference if none has been."""
-        return " and ".join(name for name in self._ways if name in self.chosen.values()) or self._reference
+        """The ways that have been chosen so far, for reports; the reference if none has been. And what has failed."""
+        chosen = " and ".join(name for name in self._ways if name in self.chosen.values()) or self._reference
+        failed = "; ".join(f"{name} failed: {said}" for name, said in self.failures.items())
+        return f"{chosen} ({failed})" if failed else chosen
 
     def _choose(self, args: tuple[Any, ...]) -> str:
         """Tries all ways in turn, after a call of each that warms up. One that fails there is out."""
         self._ways[self._reference](*args)
         able = [self._reference]
         for name, way in self._ways.items():
-            if name != self._reference and _works(way, args):
+            if name == self._reference:
+                continue
+            try:
+                way(*args)
                 able.append(name)
+            except Exception as error:  # a compiler may refuse a device that the reference runs on
+                self.failures[name] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         spent: dict[str, list[float]] = {name: [] for name in able}
         for _ in range(TRIALS):
             for name, times in spent.items():
                 way = self._ways[name]
                 times.append(self._seconds(lambda way=way: way(*args)))  # type: ignore[misc]
         return min(spent, key=lambda name: statistics.median(spent[name]))
-
-
-def _works(way: Way, args: tuple[Any, ...]) -> bool:
-    """Whether a call succeeds. A compiler may refuse a device that the reference runs on."""
-    try:
-        way(*args)
-    except Exception:
-        return False
-    return True

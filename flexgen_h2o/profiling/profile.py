@@ -23,7 +23,7 @@ from flexgen_h2o.profiling.threads import ROWS, ThreadSplit, best_threads, candi
 from flexgen_h2o.profiling.timing import Advance, Stopwatch, Subject, collect
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.rates import UNITS
-from flexgen_h2o.tiers import gb
+from flexgen_h2o.units import gb
 from flexgen_h2o.workspace import Workspace
 
 SPREAD = "interquartile range of the trials over their median; or the change since the measurement before, if larger"

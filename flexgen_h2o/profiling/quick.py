@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o import folders
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.platforms import DEFAULT_WEIGHT_CACHE
 from flexgen_h2o.profiling.profile import measure
 from flexgen_h2o.profiling.settings import QUICK
 from flexgen_h2o.records import environment
@@ -24,7 +24,16 @@ def known_rates(choice: str, name: str) -> Hardware | None:
     found = find_hardware(choice, name)
     if found is not None or choice != "auto":
         return found
-    return read_hardware(quick_file(name)) if quick_file(name).exists() else None
+    return _read_if_sound(quick_file(name))
+
+
+def _read_if_sound(path: Path) -> Hardware | None:
+    """What was measured quickly; None if it was not, or by a version that kept it otherwise."""
+    try:
+        return read_hardware(path) if path.exists() else None
+    except UsageError as error:
+        print(f"note: {path} is not used: {error}", file=sys.stderr)
+        return None
 
 
 def find_or_measure(choice: str, name: str, device: torch.device, folder: Path) -> Hardware | None:
@@ -51,7 +60,7 @@ def find_or_measure(choice: str, name: str, device: torch.device, folder: Path) 
 
 def quick_file(name: str) -> Path:
     """Where a quick measurement of a machine is kept."""
-    return Path(DEFAULT_WEIGHT_CACHE).expanduser() / "hardware" / f"{name}.json"
+    return Path(folders.CACHE).expanduser() / "hardware" / f"{name}.json"
 
 
 def nearest_parent(folder: Path) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o import folders
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.json_files import read_json
 from flexgen_h2o.search.rates import Rate, rate_from_json, rate_problems
@@ -20,6 +21,7 @@ TIERS = ("gpu", "cpu", "disk")
 VERSION = 1
 COMPARABLE = ("machine", "versions", "git_commit", "settings")  # of two environments, if alike
 ROOT = Path(__file__).parent.parent.parent
+INSTALLED = ROOT / "flexgen_h2o" / "hardware_files"  # policies/hardware, where there is no source tree
 DEFAULT_OPERATION_S = 2e-4
 AGREEMENT = 0.01  # between numbers of a file that say the same thing
 
@@ -272,9 +274,16 @@ def default_name(machine: Mapping[str, Any], device: str) -> str:
 
 
 def default_folder() -> Path:
-    """Where hardware files go: in the source tree that this is run from; else in the current folder."""
-    root = ROOT if (ROOT / "setup.py").exists() else Path()
-    return root / "policies" / "hardware"
+    """Where hardware files go: in the source tree that this is run from; else where quick measurements are, too."""
+    if (ROOT / "setup.py").exists():
+        return ROOT / "policies" / "hardware"
+    return Path(folders.CACHE).expanduser() / "hardware"
+
+
+def _known(name: str) -> Path | None:
+    """The file of a name: this user's, or one that is installed with the package."""
+    paths = (folder / f"{name}.json" for folder in (default_folder(), INSTALLED))
+    return next((path for path in paths if path.exists()), None)
 
 
 def find_hardware(choice: str, name: str) -> Hardware | None:
@@ -286,11 +295,10 @@ def find_hardware(choice: str, name: str) -> Hardware | None:
         name: of this machine.
     Raises UsageError if what is asked for is not there.
     """
+    path = _known(name if choice == "auto" else choice)
     if choice == "auto":
-        path = default_folder() / f"{name}.json"
-        return read_hardware(path) if path.exists() else None
-    known = default_folder() / f"{choice}.json"
-    return read_hardware(known if known.exists() else Path(choice))
+        return None if path is None else read_hardware(path)
+    return read_hardware(path or Path(choice))
 
 
 def read_hardware(path: Path) -> Hardware:

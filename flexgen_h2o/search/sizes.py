@@ -147,11 +147,6 @@ def passing_bytes(job: Job, policy: Policy, group_rows: float) -> float:
     )
 
 
-def memory_lines(job: Job, policy: Policy) -> dict[Tier, Lines]:
-    """Bytes by tier and line of a run whose blocks are full, for whole tensors and units as they come to lie."""
-    return MemoryPlan(job, policy).lines
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """Where the tensors and units of a policy come to lie, and the bytes of everything."""

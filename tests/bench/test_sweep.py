@@ -172,7 +172,7 @@ def test_a_limit_is_the_largest_of_a_phase_and_a_capped_disk_counts_with_its_cap
     rates["disk/read/direct/1"] = Rate(50.0, "byte/s", "assumed", "made up")
     rates["disk_cpu/read/direct/1"] = Rate(1e-9, "s/byte", "assumed", "made up")
     hardware = Hardware(name="here", device="cpu", cores=1, memory={}, rates=rates)
-    monkeypatch.setattr("flexgen_h2o.bench.roofline.find_hardware", lambda choice, name: hardware)
+    monkeypatch.setattr("flexgen_h2o.bench.roofline.known_rates", lambda choice, name: hardware)
     work = {phase: PhaseWork() for phase in ("prefill", "decode")}
     work["prefill"].gemm_flops[8] = 700
     work["decode"].gemm_flops[8] = 100
@@ -213,6 +213,18 @@ def test_what_was_measured_again_counts_once(records: list[dict[str, Any]]) -> N
     (group,) = groups([*records, *later])
     assert [len(row.trials) for row in group.rows] == [3, 3]
     assert [row.median("total_s") for row in group.rows] == [1.0, 1.0]
+
+
+def test_another_precision_is_another_row(records: list[dict[str, Any]]) -> None:
+    later = [json.loads(json.dumps(record)) for record in records]
+    for record in later:
+        record["config"] |= {"comparison": "9999", "dtype": "bfloat16"}
+    (group,) = groups([*records, *later])
+    assert [row.label for row in group.rows if not row.is_ours] == ["transformers, float32", "transformers, bfloat16"]
+    assert [row.reference for row in group.rows if row.is_ours] == [
+        "transformers, float32",
+        "transformers, bfloat16",
+    ]
 
 
 def test_a_table_says_what_stopped_an_engine_and_what_it_stands_on(

@@ -280,7 +280,10 @@ for name, constants in KERNELS:
 
 @pytest.mark.parametrize(
     ("precision", "capability", "head_dim", "width", "entry"),
-    [("*fp16", 75, 64, 64, 36), ("*fp32", 75, 80, 128, 48), ("*fp16", 75, 128, 128, 72), ("*bf16", 90, 128, 128, 72)],
+    [
+        *(("*fp16", 75, 64, 64, 36), ("*fp32", 75, 80, 128, 48), ("*fp16", 75, 128, 128, 72)),
+        *(("*bf16", 75, 64, 64, 36), ("*bf16", 90, 128, 128, 72)),
+    ],
 )
 def test_the_kernels_compile_for_a_gpu(
     tmp_path: Any, precision: str, capability: int, head_dim: int, width: int, entry: int
@@ -351,6 +354,7 @@ def test_what_only_the_reference_can_do_it_does_without_a_trial() -> None:
 def test_a_way_that_fails_is_left_out() -> None:
     ways = Ways(2.0, 1.0, fails=True)
     assert ways.choice(5) == "torch" and ways.choice(6) == "torch"
+    assert ways.choice.names == "torch (Triton failed: no such device)"
     assert [name for name, _ in ways.calls].count("Triton") == 1
 
 

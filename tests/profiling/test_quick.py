@@ -40,6 +40,17 @@ def test_a_machine_is_measured_once(measured: list[Path], tmp_path: Path, capsys
     assert capsys.readouterr().err == ""
 
 
+def test_what_another_version_has_kept_is_measured_anew(
+    measured: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept" / "no-such-box.json"
+    kept.parent.mkdir()
+    kept.write_text('{"version": 99}')
+    found = quick.find_or_measure("auto", "no-such-box", CPU, tmp_path)
+    assert found is not None and len(measured) == 1 and f"{kept} is not used" in capsys.readouterr().err
+    assert quick.known_rates("auto", "no-such-box") is not None
+
+
 def test_a_dry_run_measures_nothing(measured: list[Path], tmp_path: Path) -> None:
     assert quick.find_or_measure("auto", "no-such-box", torch.device("meta"), tmp_path) is None
     assert measured == []

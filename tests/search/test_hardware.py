@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -321,6 +322,22 @@ def test_files_that_come_with_the_package_are_valid(path: Path) -> None:
 
 
 # --- which file a run is held against ---
+
+
+def test_what_is_installed_without_a_source_tree_knows_the_machines_that_ship(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(command, cwd=hardware_module.ROOT, check=True, env=environment, capture_output=True)
+    for name, value in (("ROOT", tmp_path), ("INSTALLED", tmp_path / "flexgen_h2o" / "hardware_files")):
+        monkeypatch.setattr(hardware_module, name, value)
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "cache"))
+    t4 = find_hardware("t4", "my-box")
+    assert t4 is not None and t4.name == "t4" and find_hardware("auto", "my-box") is None
+    write_hardware(default_folder() / "my-box.json", replace(t4, name="my-box"))
+    mine = find_hardware("auto", "my-box")
+    assert mine is not None and mine.name == "my-box" and (tmp_path / "cache" / "hardware" / "my-box.json").exists()
 
 
 def test_a_run_finds_its_machine_by_name_another_by_its_name_and_any_by_path(

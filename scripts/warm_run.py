@@ -1,0 +1,38 @@
+"""The second of two equal generations in one process, so that nothing in it is compiled, tried or touched for the first
+time: python scripts/warm_run.py FLAGS
+
+FLAGS are those of `python -m flexgen_h2o.run`, with --prompt-len and --percent; the report is that of its --json.
+"""
+
+import json
+import sys
+
+from flexgen_h2o.cli import EXIT_OK, run_command
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.profiling.quick import known_rates
+from flexgen_h2o.records import machine_name, run_report
+from flexgen_h2o.run_options import read_flags
+from flexgen_h2o.sampling import SamplingParams
+
+
+def main(argv: list[str]) -> int:
+    """Generates twice for one block of random prompts. Raises UsageError with every mistake found."""
+    options = read_flags(argv)
+    if options.prompt_len is None or options.searches or options.input is not None:
+        raise UsageError("a block of random prompts is generated for: give --prompt-len and --percent, and no --input")
+    params = SamplingParams(**options.params)
+    with LLM(**options.llm) as llm:
+        rows = llm.policy.block_rows
+        prompts = list(llm.random_requests(options.prompt_len, rows))
+        for _ in range(2):
+            for _ in llm.stream(prompts, params, options.prompt_len, rows):
+                pass
+        rates = known_rates(options.hardware or "auto", machine_name(llm.device.type))
+        report = run_report(llm, params, options.prompt_len, rows, rates)
+    print(json.dumps(report))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
