@@ -43,6 +43,11 @@ class Flags:
         value: str | None = getattr(self._args, flag.removeprefix("--").replace("-", "_"))
         return value
 
+    def words(self, flag: str, default: str) -> list[str]:
+        """What is separated by commas."""
+        text = self.text(flag)
+        return (default if text is None else text).split(",")
+
     def whole(self, flag: str, least: int, most: int | None = None) -> int | None:
         """A whole number within limits; None if not given or wrong."""
         text = self.text(flag)

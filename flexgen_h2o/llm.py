@@ -339,18 +339,25 @@ class LLM:
         keeper: BlockKeeper,
     ) -> list[GenerationOutput]:
         """A block's outputs. Where the device runs out of memory, smaller sub-batches are tried, once in a run."""
+        told: list[int] = []
+
+        def tell(tokens: int) -> None:
+            told.append(tokens)
+            on_tokens(tokens)
+
         try:
             runtime = self.load()
             self._engine = runtime.engine(sizes)
             if (refusal := runtime.tiers.refusal) is not None and refusal not in self.notes:
                 self.notes.append(refusal)
-            return generate_block(self._engine, block, params, self.tokenizer, on_tokens, keeper, self.totals)
+            return generate_block(self._engine, block, params, self.tokenizer, tell, keeper, self.totals)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).split("\n", 1)[0] or "no memory left"
         # Outside of the handler: inside it, the memory of the failed attempt is still referred to.
         self._step_down(reason, sizes)
+        on_tokens(-sum(told))  # they are generated once more
         return self._serve(block, params, sizes, on_tokens, keeper)
 
     def _step_down(self, reason: str, sizes: RunSizes) -> None:

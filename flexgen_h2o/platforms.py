@@ -10,11 +10,10 @@ from flexgen_h2o.kernels.matrices import MatrixLayout, PlainLayout
 from flexgen_h2o.machine import usable_memory
 from flexgen_h2o.placement import Tier
 from flexgen_h2o.transfer import Transfer
-from flexgen_h2o.units import GB
+from flexgen_h2o.units import GB, MOST_GB
 
 DEVICES = ("auto", "cuda", "cpu", "meta")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_GB = 10**9
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ EVICTIONS = ("h2o", "full", "local", "sink", "smooth")
 DEFAULT_RATIO = "0.1"
 DEFAULT_SINKS = 4
 DEFAULT_GPU_BATCH_SIZE = 32
+MOST_ROWS = 10**6  # of a sub-batch; and sub-batches of a block
 
 
 @dataclass(frozen=True)

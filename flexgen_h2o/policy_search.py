@@ -12,7 +12,7 @@ from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig, from_folder, published
 from flexgen_h2o.placement import Tier
-from flexgen_h2o.policy import EvictionSpec, Policy
+from flexgen_h2o.policy import MOST_ROWS, EvictionSpec, Policy
 from flexgen_h2o.policy_files import policy_to_json, write_policy
 from flexgen_h2o.search.cost_model import LANES, CostModel, TimeModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost
@@ -24,7 +24,7 @@ from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
 from flexgen_h2o.search.simulate import simulate
 from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job
 from flexgen_h2o.timeline import write_trace
-from flexgen_h2o.units import GB, gb
+from flexgen_h2o.units import GB, MOST_GB, gb
 
 DESCRIPTION = """Finds the block size and the homes of weights, KV cache and hidden states that take the least time per
 token within the memory of a machine, with and without eviction. Every time and speed is a projection."""
@@ -56,8 +56,6 @@ FLAGS = {
     "--json": "print one JSON object, the last line",
 }
 DEFAULT_PROMPT_LEN, DEFAULT_GEN_LEN = 512, 32
-MOST_ROWS = 10**6
-MOST_GB = 10**9
 SWITCHES = {"auto": (False, True), "on": (True,), "off": (False,)}
 
 

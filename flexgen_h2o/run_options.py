@@ -7,12 +7,11 @@ from typing import Any
 
 from flexgen_h2o.cli import Flags, Parser, unwritable
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.policy import EVICTIONS, EvictionSpec, Policy
+from flexgen_h2o.policy import EVICTIONS, MOST_ROWS, EvictionSpec, Policy
 from flexgen_h2o.policy_files import read_policy
+from flexgen_h2o.units import MOST_GB
 
 DEFAULT_GEN_LEN = 32
-MOST_ROWS = 10**6
-MOST_GB = 10**9
 
 DESCRIPTION = "Generates text for a file of prompts, or for random prompts to measure speed."
 

@@ -1,6 +1,7 @@
 """Units of memory and of files. Without torch, which plans do not need."""
 
 GB = 2**30  # bytes, everywhere
+MOST_GB = 10**9  # that a budget may have
 PAGE = 4096  # bytes; extents begin at whole pages
 HUGE_PAGE = 2 * 2**20  # bytes; of x86-64, and of arm64 with small pages of 4096
 

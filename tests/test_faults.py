@@ -234,6 +234,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 
     def serve(engine: Engine, *arguments: Any) -> Any:
         if engine.policy.gpu_batch_size > rows:
+            arguments[3](1000)  # tokens, none of which will be seen
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
         return generate_block(engine, *arguments)
 
@@ -246,7 +247,9 @@ def test_12_out_of_memory_on_the_device_steps_down_once(tmp_path: Path, monkeypa
     other.run()
     with monkeypatch.context() as patch:
         short_of_memory(patch, 2)
-        finished = job.run("--json")
+        finished = job.run("--json", "--metrics", str(tmp_path / "run.prom"))
+        generated = finished.report["generated_tokens"]
+        assert f"flexgen_h2o_tokens_total {generated}.0" in (tmp_path / "run.prom").read_text().splitlines()
         policy = finished.report["policy"]
         assert (policy["gpu_batch_size"], policy["num_gpu_batches"], policy["decode_batch_size"]) == (2, 2, 2)
         assert finished.err.count("out of memory with --gpu-batch-size 4 (CUDA out of memory.") == 1

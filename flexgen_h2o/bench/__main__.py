@@ -93,7 +93,7 @@ def attention(args: argparse.Namespace, argv: list[str]) -> int:
     """`bench attention`. Raises UsageError with every mistake found."""
     flags = Flags(args)
     cores = os.cpu_count() or 1
-    dtypes = [name for name in _words(args.dtype, "float16,bfloat16,4-bit") if _is_dtype(flags, name)]
+    dtypes = [name for name in flags.words("--dtype", "float16,bfloat16,4-bit") if _is_dtype(flags, name)]
     head_dims = flags.whole_numbers("--head-dim", (64, 80, 128), least=1)
     slots = flags.whole_numbers("--slots", (128, 512, 2048), least=2)
     threads = flags.whole_numbers("--threads", sorted({1, cores}), least=1, most=cores)
@@ -195,10 +195,6 @@ def _report(
         command = shlex.join(["python", "-m", "flexgen_h2o.bench", *argv])
         append_record(Path(args.record), {"name": f"bench {args.task}", "command": command, **result})
     return EXIT_OK
-
-
-def _words(text: str | None, default: str) -> list[str]:
-    return (default if text is None else text).split(",")
 
 
 def _is_dtype(flags: Flags, name: str) -> bool:

@@ -117,8 +117,8 @@ def read_plan(args: argparse.Namespace) -> Plan:
         for prompt_len, gen_len in _lengths(flags)
     ]
     found, problems = contenders(
-        _words(flags, "--engines", "flexgen_h2o,transformers"),
-        _words(flags, "--budget", "full,0.2"),
+        flags.words("--engines", "flexgen_h2o,transformers"),
+        flags.words("--budget", "full,0.2"),
         _bits(flags),
         flags.given("--memory"),
         _own(flags, args),
@@ -140,7 +140,7 @@ def _own(flags: Flags, args: argparse.Namespace) -> dict[str, Any]:
         if unit is not None:
             flags.problems.append("--unit cuts blocks that --percent places; give that too, or leave it out")
         return {}
-    if "16" not in _words(flags, "--bits", "16"):
+    if "16" not in flags.words("--bits", "16"):
         flags.problems.append("--percent places 16 bits, and --bits has none; leave one of them out")
     percent = flags.percent("--percent", args.percent)
     if percent is None:
@@ -148,19 +148,15 @@ def _own(flags: Flags, args: argparse.Namespace) -> dict[str, Any]:
     return {"percent": list(percent.values), "gpu_batch_size": unit or 16}
 
 
-def _words(flags: Flags, flag: str, default: str) -> list[str]:
-    return (flags.text(flag) or default).split(",")
-
-
 def _bits(flags: Flags) -> list[int]:
-    words = _words(flags, "--bits", "16")
+    words = flags.words("--bits", "16")
     wrong = [word for word in words if word not in map(str, BITS)]
     flags.problems += [f"--bits has {word!r}; each must be 16 or 4" for word in wrong]
     return [int(word) for word in words if word not in wrong]
 
 
 def _models(flags: Flags) -> list[str]:
-    words = _words(flags, "--model", "opt-1.3b")
+    words = flags.words("--model", "opt-1.3b")
     for word in words:
         if not Path(word).is_dir():
             try:
@@ -172,7 +168,7 @@ def _models(flags: Flags) -> list[str]:
 
 def _lengths(flags: Flags) -> list[tuple[int, int]]:
     found = []
-    for word in _words(flags, "--lengths", "128+16"):
+    for word in flags.words("--lengths", "128+16"):
         match = re.fullmatch(r"([1-9][0-9]*)\+([1-9][0-9]*)", word)
         if match is None:
             flags.problems.append(f"--lengths has {word!r}; each must be PROMPT+GENERATED tokens, such as 512+32")

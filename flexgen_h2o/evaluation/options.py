@@ -166,7 +166,7 @@ def read_comparison(args: argparse.Namespace) -> Options:
     recall_documents = flags.whole("--recall-documents", 1) or DEFAULT_RECALL_DOCUMENTS
     options = Options(
         model=_model(flags),
-        evictions=_names(flags, "--eviction", DEFAULT_EVICTIONS),
+        evictions=flags.words("--eviction", DEFAULT_EVICTIONS),
         budgets=_budgets(flags),
         sizes={
             **_lengths(flags),
@@ -201,11 +201,11 @@ def read_tasks(args: argparse.Namespace) -> TaskOptions:
     flags = Flags(args)
     options = TaskOptions(
         model=_model(flags),
-        tasks=_names(flags, "--tasks", PAPER_TASKS),
+        tasks=flags.words("--tasks", PAPER_TASKS),
         include_path=flags.text("--include-path"),
         limit=flags.whole("--limit", 1),
         fewshot=flags.whole("--num-fewshot", 0),
-        evictions=_names(flags, "--eviction", DEFAULT_TASK_EVICTIONS),
+        evictions=flags.words("--eviction", DEFAULT_TASK_EVICTIONS),
         budgets=_budgets(flags),
         compression={name: getattr(args, name) for name in COMPRESSION},
     )
@@ -227,12 +227,6 @@ def _lengths(flags: Flags) -> dict[str, int]:
         "prompt_len": flags.whole("--prompt-len", 1) or DEFAULT_PROMPT,
         "continuation_len": flags.whole("--continuation-len", 2) or DEFAULT_CONTINUATION,
     }
-
-
-def _names(flags: Flags, flag: str, default: str) -> list[str]:
-    """Names that are separated by commas."""
-    text = flags.text(flag)
-    return (default if text is None else text).split(",")
 
 
 def _budgets(flags: Flags) -> list[float]:

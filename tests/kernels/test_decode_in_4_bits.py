@@ -320,3 +320,12 @@ def test_many_steps_of_attention_and_entry_keep_what_torch_keeps() -> None:
         torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
         assert torch.equal(states[0][5], states[1][5])
         assert torch.equal(states[0][0], states[1][0])
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 10**9])
+def test_entries_are_restored_some_rows_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what that makes in passing is several times the cache."""
+    monkeypatch.setattr(decode, "QUANTISED_AT_ONCE", at_once)
+    region = quant.encode(torch.randn(5, 2, 7, 64))
+    query = torch.zeros(5, 2, 1, 64, dtype=torch.bfloat16)
+    assert torch.equal(decode._entries(region, 6, query), quant.decode(region[:, :, :6], 64, torch.bfloat16))
