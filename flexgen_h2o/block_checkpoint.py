@@ -1,6 +1,6 @@
 """Saving a block between two of its steps, so that hours of work on it are not lost.
 
-    FOLDER/current.json    which step was saved, its tokens, and the checksums of
+    FOLDER/current.json    which step was saved, its tokens and faults, and the checksums of
     FOLDER/step-N/layer-M  the KV of all units of a layer, as it lies at home
 
 current.json is replaced once everything else is on the device, so there is a whole checkpoint at every moment, or none.
@@ -85,7 +85,9 @@ class BlockCheckpoint:
                 return None
             self._read_layers(saved)
             next_ids = torch.tensor(saved["next_ids"], dtype=torch.int64).view(-1, 1)
-            start = BlockStart(saved["step"], next_ids, {row: RowFault(*fault) for row, *fault in saved["faults"]})
+            start = BlockStart(
+                saved["step"], next_ids, {row: RowFault(*fault) for row, *fault in saved.get("faults", ())}
+            )
             sampler.resume(saved["tokens"])
         except (OSError, DamagedError) as error:
             self._say(f"what was saved of a block in {self._folder} cannot be used ({error}): the block begins again")

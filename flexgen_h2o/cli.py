@@ -171,11 +171,15 @@ def _ending_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def unwritable(flag: str, output: Path) -> str | None:
-    """What keeps the file of a flag from being written, if anything."""
+def unwritable(flag: str, output: Path, is_replaced: bool = False) -> str | None:
+    """What keeps the file of a flag from being written, if anything.
+
+    Args:
+        is_replaced: by another file that is written beside it.
+    """
     if output.is_dir() or not output.resolve().parent.is_dir():
         return f"{flag} {output} cannot be written: its folder does not exist or it is a folder; give another name"
-    if not os.access(output if output.exists() else output.resolve().parent, os.W_OK):
+    if not os.access(output if output.exists() and not is_replaced else output.resolve().parent, os.W_OK):
         return f"{flag} {output} cannot be written: permission denied; give another name"
     return None
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli import EXIT_OK, run_command, unwritable, unwritable_record
+from flexgen_h2o.cli import EXIT_OK, run_command, unwritable
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.evaluation.options import (
     ANALYSE,
@@ -30,12 +30,12 @@ def main(argv: list[str]) -> int:
     """Runs the command. Raises UsageError with every mistake found."""
     args = build_parser().parse_args(argv)
     work = {ANALYSE: _analyse_and_tell, TASKS: _run_tasks_and_tell}.get(args.task, _compare_and_tell)
-    if args.record and (problem := unwritable_record(args.record)):
-        raise UsageError([problem])
     result, text = work(args, argv)
-    print(json.dumps(result) if args.json else text, flush=True)
-    if args.record:
-        _record(args, argv, result)
+    try:
+        print(json.dumps(result) if args.json else text, flush=True)
+    finally:  # whether or not somebody is there to read it
+        if args.record:
+            _record(args, argv, result)
     return EXIT_OK
 
 

@@ -1,6 +1,5 @@
 """Hidden states of a block in prefill, at their homes between layers. (In decode they are small and stay in place.)"""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -59,7 +58,7 @@ class HiddenStore:
         self._transfer = transfer
         self._homes: list[Stored] = []
         self._places: list[Place] = []
-        self._leaving: deque[Ticket] = deque()  # on their way home, as far as is known
+        self._leaving = Ticket()  # of the last that was sent home
         self._disk_bytes = 0
         try:
             self._make_places(homes, elements, run_folder)
@@ -94,7 +93,7 @@ class HiddenStore:
 
     def begin(self) -> None:
         """Starts a new block: what the last one left, and how its copies ended, is forgotten."""
-        self._leaving.clear()
+        self._leaving = Ticket()
         for place in self._places:
             place.on_device, place.loaded, place.stored = None, Ticket(), Ticket()
 
@@ -118,26 +117,24 @@ class HiddenStore:
         place.shape, place.on_device = source.shape, None
         source = source.contiguous()
         after = [self._transfer.used(), place.stored]
+        self._hold_back()
         place.stored = start_store(self._transfer, self._home(place), source, after, f"store hidden, group {group}")
-        self._leaving.append(place.stored)
+        self._leaving = place.stored
 
     def load(self, group: int) -> None:
         """Starts to bring a group's hidden states to the device."""
         place = self._places[group]
         if place.on_device is not None:
             return
-        self._hold_back()
         target = torch.empty(place.shape, dtype=self._dtype, device=self._tiers.device)
         place.on_device = target
         after = [self._transfer.used(), place.stored]
         place.loaded = start_load(self._transfer, target, self._home(place), after, f"load hidden, group {group}")
 
     def _hold_back(self) -> None:
-        """Waits for all but the last that was sent home: who ran far ahead of the copies would fill the device."""
-        while len(self._leaving) > 1:
-            earlier = self._leaving.popleft()
-            earlier.wait()
-            earlier.wait_on_host()
+        """Waits for what was sent home before: who ran far ahead of the copies would fill the device."""
+        self._leaving.wait()
+        self._leaving.wait_on_host()
 
     def close(self) -> None:
         """Gives all bytes back."""

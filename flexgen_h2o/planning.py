@@ -117,8 +117,8 @@ def _equal_part(count: int, most: int) -> int:
 
 def _fits(llm: LLM, work: Workload, policy: Policy) -> bool:
     """Whether all of a policy is within the budgets. A block is never larger than all prompts together."""
-    if work.num_prompts is not None and work.num_prompts < policy.block_rows:
-        policy = _smaller(policy, max(1, work.num_prompts))
+    if work.num_prompts is not None:
+        policy = _at_most(policy, max(1, work.num_prompts))
     peaks = MemoryPlan(_job(llm, work, llm.device.type), policy).peaks()
     return all(budget is None or peaks[tier] <= USED_SHARE * budget for tier, budget in llm.platform.budgets.items())
 
@@ -142,7 +142,12 @@ def _searched(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hard
     )
     model = CostModel(_job(llm, work, hardware.device), hardware)
     uses_disk = llm.platform.budgets.get("disk") is not None
-    found = find(model, _budgets(llm, hardware), choices, uses_disk).policy
+    kept = llm.kept_weight_bytes()
+    best = find(model, _budgets(llm, hardware, kept), choices, uses_disk)
+    weights = best.projection.memory["disk"].get("weights", 0)
+    if kept > weights:  # what was kept of weights that this plan has elsewhere leaves its place to nothing else
+        best = find(model, _budgets(llm, hardware, weights), choices, uses_disk)
+    found = best.policy
     if decode_rows is not None and decode_rows > found.block_rows:
         raise UsageError(
             f"--decode-batch-size {decode_rows} is larger than the block of {found.block_rows} rows that is planned;"
@@ -151,15 +156,19 @@ def _searched(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hard
     return replace(found, **given)
 
 
-def _budgets(llm: LLM, hardware: Hardware) -> Budgets:
-    """Bytes by tier that a plan may take: as asked for, else as the machine has them; of the disk what is free now."""
+def _budgets(llm: LLM, hardware: Hardware, kept: float) -> Budgets:
+    """Bytes by tier that a plan may take: as asked for, else as the machine has them; of the disk what is free now.
+
+    Args:
+        kept: bytes of weights that are on disk already.
+    """
     found: dict[Tier, float | None] = {}
     folder = llm.platform.offload_dir
     for tier in TIERS:
         asked = llm.platform.budgets.get(tier)
-        budget = hardware.memory.get(tier) if asked is None else asked
+        budget: float | None = hardware.memory.get(tier) if asked is None else asked
         if tier == "disk" and folder is not None and llm.device.type != "meta":
-            free = free_disk_bytes(folder) + llm.kept_weight_bytes()
+            free = free_disk_bytes(folder) + kept
             budget = free if asked is None else min(asked, free)
         found[tier] = None if budget is None else USED_SHARE * budget
     return found
@@ -172,38 +181,45 @@ def _batch_sizes(num_prompts: int | None) -> list[int]:
     return [*(size for size in BATCH_SIZES if size < num_prompts), num_prompts]
 
 
-def predicted(llm: LLM, hardware: Hardware | None, work: Workload) -> dict[str, Any] | None:
+def predicted(llm: LLM, hardware: Hardware | None, work: Workload, served: int | None = None) -> dict[str, Any] | None:
     """What the run is expected to take, as the report says it; None where there are no rates of its device.
 
     By a walk over its schedule, unless that is very long: the search's own model takes for granted that everything
     overlaps which can.
+
+    Args:
+        served: how many prompts that time is for, where those of `work`, which size the buffers, are not all.
     """
-    return _projected(llm, llm.policy, hardware, work)
+    return _projected(llm, llm.policy, hardware, work, served)
 
 
-def _projected(llm: LLM, policy: Policy, hardware: Hardware | None, work: Workload) -> dict[str, Any] | None:
+def _projected(
+    llm: LLM, policy: Policy, hardware: Hardware | None, work: Workload, served: int | None = None
+) -> dict[str, Any] | None:
     """The same with another policy."""
-    if hardware is None or llm.device.type not in (hardware.device, "meta") or work.num_prompts == 0:
+    prompts = work.num_prompts if served is None else served
+    if hardware is None or llm.device.type not in (hardware.device, "meta") or prompts == 0:
         return None
-    rows = policy.block_rows if work.num_prompts is None else work.num_prompts
+    rows = policy.block_rows if prompts is None else prompts
+    largest = policy if work.num_prompts is None else _at_most(policy, work.num_prompts)
     blocks = [policy] * (rows // policy.block_rows)
     if rest := rows % policy.block_rows:
         blocks.append(_smaller(policy, rest))
     try:
         model = CostModel(_job(llm, work, hardware.device), hardware)
-        known = {block: _expected(model, block) for block in set(blocks)}
+        known = {block: _expected(model, block) for block in {*blocks, largest}}
     except UsageError:
         return None
     parts = [known[block] for block in blocks]
     prefill_s, decode_s = sum(part.prefill_s for part in parts), sum(part.decode_s for part in parts)
-    prefill_s += _first_use_s(parts[0], hardware)
+    prefill_s += _first_use_s(known[largest], hardware)
     return {
         "kind": "projection",
         "prefill_s": prefill_s,
         "decode_s": decode_s,
         "total_s": prefill_s + decode_s,
         "throughput_tok_s": rows * work.gen_len / (prefill_s + decode_s),
-        **{f"{tier}_peak_bytes": max(part.peak_bytes(tier) for part in parts) for tier in TIERS},
+        **{f"{tier}_peak_bytes": known[largest].peak_bytes(tier) for tier in TIERS},
     }
 
 
@@ -218,6 +234,11 @@ def _first_use_s(projection: Projection, hardware: Hardware) -> float:
     rate = hardware.new_bytes_s()
     lines = projection.memory["cpu"]
     return 0.0 if rate is None else sum(nbytes for line, nbytes in lines.items() if line not in USED_BEFORE) / rate
+
+
+def _at_most(policy: Policy, rows: int) -> Policy:
+    """A policy for a block that is never larger than all prompts together."""
+    return policy if policy.block_rows <= rows else _smaller(policy, rows)
 
 
 def _smaller(policy: Policy, rows: int) -> Policy:

@@ -67,8 +67,8 @@ class Policy:
 
     @property
     def travelling_hidden(self) -> int:
-        """Hidden states of sub-batches that are on their way at once in prefill, home and back."""
-        return 1 + 2 * self.look_ahead if self.percent.hidden[0] < 1 else 0
+        """Hidden states of sub-batches on their way at once in prefill: one home, one back while another is used."""
+        return 1 + self.look_ahead if self.percent.hidden[0] < 1 else 0
 
     @property
     def groups_in_flight(self) -> int:

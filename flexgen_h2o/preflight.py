@@ -63,7 +63,7 @@ class _Limits:
         for room in self.rooms:
             if (taken := room.taken(ledger)) > room.free:
                 what = "disk" if room.for_files else "disk for weights"
-                found.append(f"{gb(taken)} of {what}, where {room.folder} has {gb(room.free)} free")
+                found.append(f"{gb(taken)} of {what}, where {gb(room.free)} can be used in {room.folder}")
         return found
 
     def _needed(self, ledger: Ledger, tier: Tier) -> str:

@@ -1,4 +1,4 @@
-"""`python -m flexgen_h2o.profile_hardware`: measures this machine and writes policies/hardware/NAME.json."""
+"""`python -m flexgen_h2o.profile_hardware`: measures this machine and writes what commands plan with."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m flexgen_h2o.profile_hardware", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False
     )
     parser.add_argument("--name", help="of the machine (default: its processor or GPU, and the number of cores)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: policies/hardware/NAME.json")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: NAME.json where other commands look for it")
     parser.add_argument("--device", help="auto, cuda or cpu (default: auto)")
     parser.add_argument(
         "--folder", metavar="DIR", help="on the disk to measure (default: where runs put their offloaded files)"
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     flags = Flags(args)
     device_name = flags.choice("--device", ("auto", "cuda", "cpu"), "auto")
-    if args.output is not None and (problem := unwritable("--output", Path(args.output))):
+    if args.output is not None and (problem := unwritable("--output", Path(args.output), is_replaced=True)):
         flags.problems.append(problem)
 
     from tqdm import tqdm

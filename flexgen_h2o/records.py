@@ -86,7 +86,8 @@ def _memory(llm: LLM, params: SamplingParams, prompt_len: int, num_prompts: int 
     if llm.device.type != "meta":
         measured["cpu"] = peak_resident_bytes()
     if llm.device.type == "cuda":
-        measured["gpu"] = torch.cuda.max_memory_reserved(llm.device) + llm.platform.gpu_baseline
+        before = 0 if llm.runtime is None else llm.runtime.reserved_before
+        measured["gpu"] = torch.cuda.max_memory_reserved(llm.device) - before + llm.platform.gpu_baseline
     return {
         **{f"{tier}_peak_bytes": measured[tier] for tier in TIERS},
         "weights_bytes": 0 if llm.runtime is None else llm.runtime.weights.nbytes,

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         rates = _rates(options, llm, may_measure=not options.searches)
         job = BatchJob(llm, params, _source(options, llm), results, options.checkpoint_s, metrics)
         sizes = job.measure()
-        if options.searches and results.stored is None:
+        if options.searches and results.stored is None and sizes.num_prompts != 0:
             _choose_policy(options, llm, rates, sizes)
             rates = rates or _rates(options, llm)
             if _has_random_prompts(options, llm):  # they fill the block that was chosen
@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
             job.run(sizes)
             _warn(job, llm)
         report = run_report(llm, params, sizes.prompt_len, sizes.num_prompts, rates)
-        done = sizes.num_prompts if llm.device.type == "meta" else llm.totals.num_prompts
-        work = Workload(sizes.prompt_len, params.max_new_tokens, done)
-        report["predicted"] = predicted(llm, rates, work)
+        work = Workload(sizes.prompt_len, params.max_new_tokens, sizes.num_prompts)
+        served = None if llm.device.type == "meta" else llm.totals.num_prompts
+        report["predicted"] = predicted(llm, rates, work, served)
         if options.trace is not None and llm.runtime is not None:
             write_trace(Path(options.trace), llm.runtime.timeline.spans)
     print(json.dumps(report) if options.json else summary(report, sizes.prompt_len + params.max_new_tokens))
@@ -115,7 +115,7 @@ def _has_random_prompts(options: Options, llm: "LLM") -> bool:
 
 
 def _warn_of_idle_flags(options: Options, llm: "LLM") -> None:
-    """Names what was asked for and means nothing without a GPU."""
+    """Names what was asked for and means nothing in a dry run, or without a GPU."""
     for flag in options.timed_only if llm.device.type == "meta" else ():
         print(f"note: {flag} means nothing in a dry run", file=sys.stderr)
     if llm.policy.cpu_cache_compute and llm.device.type != "cpu" and llm.policy.group_rows >= llm.policy.block_rows:

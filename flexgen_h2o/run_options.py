@@ -296,7 +296,7 @@ def _check_files(args: argparse.Namespace, flags: Flags) -> None:
         "--input": _input_problem,
         "--output": _output_problem,
         "--trace": lambda args: unwritable("--trace", Path(args.trace)),
-        "--metrics": lambda args: unwritable("--metrics", Path(args.metrics)),
+        "--metrics": lambda args: unwritable("--metrics", Path(args.metrics), is_replaced=True),
     }
     for flag, check in checks.items():
         if flags.text(flag) is None:

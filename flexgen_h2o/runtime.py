@@ -75,6 +75,7 @@ class Runtime:
         self.platform = platform
         self.ledger = Ledger(platform.budgets, platform.joint)
         self.timeline = Timeline(platform.keeps_spans)
+        self.reserved_before = 0  # bytes of the GPU that torch's allocator held already
         self._resources = ExitStack()
         self._engine_resources = ExitStack()
         self._sizes: RunSizes | None = None
@@ -95,7 +96,9 @@ class Runtime:
         hold(self.ledger.held("gpu", BASELINE_LINE, self.platform.gpu_baseline))
         if device.type == "cuda":
             hold(self.ledger.held("cpu", STAGING_LINE, STAGED_BYTES))
-            hold(_bound_on_gpu(self.platform.budgets.get("gpu"), self.platform.gpu_baseline))
+            self.reserved_before = torch.cuda.memory_reserved(device)
+            others = self.platform.gpu_baseline - self.reserved_before
+            hold(_bound_on_gpu(self.platform.budgets.get("gpu"), others))
         self.tiers = Tiers(device, self.ledger)
         self.run_folder: RunFolder | None = None
         if self._uses_disk and self.platform.offload_dir is not None and device.type != "meta":
@@ -224,13 +227,13 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def _bound_on_gpu(budget: int | None, baseline: int) -> Iterator[None]:
-    """Has torch's allocator keep to what a budget leaves beside what was taken before."""
+def _bound_on_gpu(budget: int | None, others: int) -> Iterator[None]:
+    """Has torch's allocator keep to what a budget leaves beside what others than it have taken."""
     total = torch.cuda.mem_get_info()[1]
     if budget is None or budget >= total:
         yield
         return
-    torch.cuda.set_per_process_memory_fraction(max(0, budget - baseline) / total)
+    torch.cuda.set_per_process_memory_fraction(max(0, budget - others) / total)
     try:
         yield
     finally:

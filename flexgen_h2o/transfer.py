@@ -254,6 +254,7 @@ class ThreadTransfer(HostCopies):
         with torch.inference_mode():
             while (item := self._queues[link].get()) is not None:
                 work, after, ticket, what = item
+                event, error = None, None
                 try:
                     if self._closing:
                         raise RuntimeError("the run ended before this copy began")
@@ -263,9 +264,11 @@ class ThreadTransfer(HostCopies):
                         earlier.join()
                     with self.timeline.span(link, what):
                         work()
-                    ticket.settle(self._stamp())
-                except BaseException as error:  # whatever it is, it belongs to whoever waits for the ticket
-                    ticket.settle(error=error)
+                    event = self._stamp()
+                except BaseException as raised:  # whatever it is, it belongs to whoever waits for the ticket
+                    error = raised
+                del item, work  # and with them the last that is known of what was moved
+                ticket.settle(event, error)
 
     def _stamp(self) -> torch.cuda.Event | None:
         return None

@@ -1,7 +1,8 @@
 """The second of two equal generations in one process, so that nothing in it is compiled, tried or touched for the first
 time: python scripts/warm_run.py FLAGS
 
-FLAGS are those of `python -m flexgen_h2o.run`, with --prompt-len and --percent; the report is that of its --json.
+FLAGS are those of `python -m flexgen_h2o.run`, with --prompt-len and --percent; the report is that of its --json, whose
+"io" counts both, and loading.
 """
 
 import json

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from races import RaceDetector
 from tiny_models import VARIANTS
 from torch import Tensor
 
+from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink
 from flexgen_h2o.placement import Percent
 from flexgen_h2o.policy import Policy
@@ -196,6 +198,36 @@ def test_an_early_stop_leaves_the_engine_as_it_was(tiny: Tiny, folder: Path, bac
         assert torch.equal(stopping.all_logits(), expected[:, :steps])
         assert torch.equal(after, first_tokens(fresh.engine(case.sizes), case.prompts(seed=3)))
     assert_all_given_back(runtime, folder)
+
+
+def test_who_runs_ahead_of_slow_copies_does_not_fill_the_device(
+    tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more hidden states of sub-batches are there at once than are counted."""
+    there: list[weakref.ref[Tensor]] = []
+    most = 0
+    put, load = HiddenStore.put, HiddenStore.load
+
+    def note(store: HiddenStore, group: int) -> None:
+        nonlocal most
+        there.append(weakref.ref(store._places[group].on_device))  # type: ignore[arg-type]
+        most = max(most, len({id(hidden) for ref in there if (hidden := ref()) is not None and hidden.shape[1] > 1}))
+
+    def noted_put(store: HiddenStore, group: int, hidden: Tensor) -> None:
+        put(store, group, hidden)
+        note(store, group)
+
+    def noted_load(store: HiddenStore, group: int) -> None:
+        load(store, group)
+        note(store, group)
+
+    monkeypatch.setattr(HiddenStore, "put", noted_put)
+    monkeypatch.setattr(HiddenStore, "load", noted_load)
+    policy, backend = Policy(1, 8), Backend(True, make=lambda: delayed_threads(3, 0.005))
+    case = Case(tiny(), Block(policy, (12,) * 8), H2O(3, 4), Percent(100, 0, 100, 0, 0, 0), True, backend)
+    with opened(case, folder) as runtime:
+        runtime.engine(case.sizes).run(pad(case.prompts()), 2, GreedyTokens(8))
+        assert 1 < most <= 1 + runtime.policy.travelling_hidden
 
 
 @pytest.mark.parametrize("percent", [MIXED, ON_DISK, FIFTIES, ROUGH], ids=str)

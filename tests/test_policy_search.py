@@ -68,6 +68,21 @@ def test_a_given_policy_is_predicted() -> None:
     assert theirs["predicted"]["throughput_tok_s"] == pytest.approx(18.8, rel=0.25)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "policies").glob("*.json")), ids=lambda path: path.stem)
+def test_policies_that_ship_fit_the_machine_that_they_are_for(path: Path) -> None:
+    policy, about = read_policy(path), json.loads(path.read_text())["about"]
+    sizes = {"--prompt-len": about["prompt_len"], "--gen-len": about["gen_len"], "--hardware": about["hardware"]}
+    sizes |= {"--gpu-batch-size": policy.gpu_batch_size, "--num-gpu-batches": policy.num_gpu_batches}
+    sizes |= {"--decode-batch-size": policy.group_rows, "--model": about["model"]}
+    sizes |= {
+        f"--{name.replace('_', '-')}": "on" if getattr(policy, name) else "off"
+        for name in ("compress_weight", "compress_cache", "cpu_cache_compute")
+    }
+    words = [str(word) for pair in sizes.items() for word in pair]
+    finished = call(policy_search, [*words, "--percent", *str(policy.percent).split()])
+    assert finished.code == 0, finished.err
+
+
 def test_memory_and_ratios_matter() -> None:
     base = ("--model", "opt-30b", *T4, *QUICK, "--gen-len", "512", "--disk-mem", "0")
     less = search(*base, "--cpu-mem", "120")

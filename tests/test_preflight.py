@@ -224,7 +224,7 @@ def test_weights_and_files_of_a_run_may_be_on_two_file_systems(tmp_path: Path, m
     for folder, what in ((cache, "disk for weights"), (tmp_path, "disk")):
         free[folder] -= 1
         problem = refusal({}, on_disk, offload_dir=tmp_path)
-        assert f"of {what}, where {folder} has {gb(free[folder])} free" in problem
+        assert f"of {what}, where {gb(free[folder])} can be used in {folder}" in problem
         free[folder] += 1
 
 

@@ -190,10 +190,12 @@ def _report(
     """Prints a result, and keeps it if asked to."""
     from flexgen_h2o.records import append_record
 
-    print(json.dumps(result) if args.json else summary(result), flush=True)
-    if args.record:
-        command = shlex.join(["python", "-m", "flexgen_h2o.bench", *argv])
-        append_record(Path(args.record), {"name": f"bench {args.task}", "command": command, **result})
+    try:
+        print(json.dumps(result) if args.json else summary(result), flush=True)
+    finally:  # whether or not somebody is there to read it
+        if args.record:
+            command = shlex.join(["python", "-m", "flexgen_h2o.bench", *argv])
+            append_record(Path(args.record), {"name": f"bench {args.task}", "command": command, **result})
     return EXIT_OK
 
 

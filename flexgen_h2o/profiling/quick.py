@@ -1,6 +1,7 @@
 """The rates that a run is held against where nobody has profiled the machine: measured quickly, once."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,18 +22,19 @@ def known_rates(choice: str, name: str) -> Hardware | None:
         name: of this machine.
     Raises UsageError if what is asked for is not there.
     """
-    found = find_hardware(choice, name)
-    if found is not None or choice != "auto":
-        return found
-    return _read_if_sound(quick_file(name))
+    if choice != "auto":
+        return find_hardware(choice, name)
+    return _if_sound(lambda: find_hardware("auto", name)) or _if_sound(
+        lambda: read_hardware(quick_file(name)) if quick_file(name).exists() else None
+    )
 
 
-def _read_if_sound(path: Path) -> Hardware | None:
-    """What was measured quickly; None if it was not, or by a version that kept it otherwise."""
+def _if_sound(read: Callable[[], Hardware | None]) -> Hardware | None:
+    """What was measured earlier; None if nothing was, or by a version that kept it otherwise, which is said."""
     try:
-        return read_hardware(path) if path.exists() else None
+        return read()
     except UsageError as error:
-        print(f"note: {path} is not used: {error}", file=sys.stderr)
+        print(f"note: rates of this machine are not used: {error}", file=sys.stderr)
         return None
 
 

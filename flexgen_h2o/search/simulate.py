@@ -8,7 +8,7 @@ it leaves out, the first page of weights that nothing hides, is here.
 Prefill, the first two decode steps and the last are walked; the second and the last stand for those between them.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -186,7 +186,7 @@ class _Walk:
         self.unit_stored_s: dict[tuple[int, int], float] = defaultdict(float)
         self.hidden_loaded_s: dict[int, float] = defaultdict(float)
         self.hidden_stored_s: dict[int, float] = defaultdict(float)
-        self.hidden_leaving: deque[float] = deque()
+        self.hidden_left_s = 0.0  # when the last of them was at home
         self.groups: dict[int, _GroupState] = {}
         self.group: Group
 
@@ -282,8 +282,6 @@ class _Walk:
     def _load_hidden(self, group: Group, work: Operation) -> None:
         tier = self.hidden_homes[group.index]
         if not self._in_reach(tier):
-            while len(self.hidden_leaving) > 1:  # the loop holds back
-                self.now_s = max(self.now_s, self.hidden_leaving.popleft())
             after = max(self.now_s, self.hidden_stored_s[group.index])
             nbytes = self.times.hidden_bytes(group)
             self.hidden_loaded_s[group.index] = self._move("load", work, after, {tier: nbytes})
@@ -291,10 +289,11 @@ class _Walk:
     def _store_hidden(self, group: Group, work: Operation) -> None:
         tier = self.hidden_homes[group.index]
         if not self._in_reach(tier):
+            self.now_s = max(self.now_s, self.hidden_left_s)  # one at a time is on its way home
             after = max(self.lanes.free_s["compute"], self.hidden_stored_s[group.index])
             nbytes = self.times.hidden_bytes(group)
             self.hidden_stored_s[group.index] = self._move("store", work, after, {tier: nbytes})
-            self.hidden_leaving.append(self.hidden_stored_s[group.index])
+            self.hidden_left_s = self.hidden_stored_s[group.index]
 
     def _take_working(self, key: tuple[int, int]) -> int:
         """The next working buffer on the device, for a unit."""

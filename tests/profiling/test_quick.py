@@ -47,8 +47,20 @@ def test_what_another_version_has_kept_is_measured_anew(
     kept.parent.mkdir()
     kept.write_text('{"version": 99}')
     found = quick.find_or_measure("auto", "no-such-box", CPU, tmp_path)
-    assert found is not None and len(measured) == 1 and f"{kept} is not used" in capsys.readouterr().err
+    assert found is not None and len(measured) == 1 and str(kept) in capsys.readouterr().err
     assert quick.known_rates("auto", "no-such-box") is not None
+
+
+def test_so_is_what_a_profile_of_another_version_has_kept(
+    measured: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a source tree both lie in one folder."""
+    monkeypatch.setattr("flexgen_h2o.search.hardware.ROOT", tmp_path)
+    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path))
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "no-such-box.json").write_text("{}")
+    assert quick.find_or_measure("auto", "no-such-box", CPU, tmp_path) is not None and len(measured) == 1
+    assert "are not used" in capsys.readouterr().err
 
 
 def test_a_dry_run_measures_nothing(measured: list[Path], tmp_path: Path) -> None:
