@@ -176,6 +176,7 @@ def test_reports_of_a_resumed_job_speak_of_their_own_run(job: Job, monkeypatch: 
     assert (report["num_prompts"], report["generated_tokens"]) == (3, 18)
     predicted = report["predicted"]
     assert predicted["throughput_tok_s"] == pytest.approx(18 / predicted["total_s"])
+    assert predicted["cpu_peak_bytes"] == pytest.approx(report["memory"]["ledger_peak_bytes"]["cpu"], rel=0.05)
     assert job.run("--json").report["predicted"] is None  # nothing was left to do
 
 

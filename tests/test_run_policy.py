@@ -100,6 +100,33 @@ def test_what_does_not_fit_is_searched_with_rates_that_are_measured_once(
         assert finished.report["predicted"]["kind"] == "projection"
 
 
+def test_where_no_prompt_can_be_served_nothing_is_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_programs: None
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.planning._fits", lambda *_: False)
+    path = write_jsonl(tmp_path / "in.jsonl", [{"prompt_ids": [10**6]}])
+    finished = run("--input", path, "--gen-len", "4", "--json")
+    assert finished.code == 0 and finished.report["num_prompts"] == 0 and finished.report["predicted"] is None
+
+
+def test_what_was_kept_of_weights_is_room_for_weights_alone(
+    prompt_file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planned: list[float | None] = []
+
+    def noted(model: CostModel, budgets: dict[str, float | None], *rest: Any) -> Any:
+        planned.append(budgets["disk"])
+        return find(model, budgets, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("flexgen_h2o.planning._fits", lambda *_: False)
+    monkeypatch.setattr("flexgen_h2o.planning.find", noted)
+    monkeypatch.setattr("flexgen_h2o.planning.free_disk_bytes", lambda folder: 10**9)
+    monkeypatch.setattr("flexgen_h2o.llm.LLM.kept_weight_bytes", lambda llm, names=None: 5 * 10**6)
+    argv = ("--input", prompt_file, "--gen-len", "4", "--offload-dir", str(tmp_path / "offload"))
+    assert run(*argv).code == 0
+    assert planned == [USED_SHARE * (10**9 + 5 * 10**6), USED_SHARE * 10**9]  # the plan has all in memory
+
+
 def test_no_more_of_the_disk_is_planned_with_than_is_free_now(
     prompt_file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
