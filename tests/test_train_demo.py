@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import train_demo
-from demo_training.circuits import seed_circuits, seed_sinks
+from demo_training.circuits import seed_circuits
 from demo_training.corpus import Corpus, divide, read_corpus
 from demo_training.documents import ANSWER_WEIGHT, GUESS_WEIGHT, Documents, Mix
 from demo_training.loop import Training, learning_rate
@@ -158,20 +158,6 @@ def test_a_structured_start_recalls_before_it_is_trained(corpus: Corpus) -> None
     assert before < 0.05 and known(seeded) > 0.15
 
 
-def test_sinks_bring_the_first_token_the_wanted_weight(said_twice: Tensor) -> None:
-    model = new_model(SHAPE, seed=1)
-    seed_circuits(model)
-    wanted = [[0.0] * 8, [0.0] * 4 + [0.3] * 4, [0.6] * 8]
-    before = attention(model, said_twice)
-    seed_sinks(model, said_twice, wanted, sharper=1.0)
-    after = attention(model, said_twice)
-    on_first = [layer[:, :, 61 // 8 :, 0].mean(dim=(0, 2)) for layer in after]
-    assert torch.equal(before[0], after[0])
-    assert on_first[1][4:].tolist() == pytest.approx([0.3] * 4, abs=0.05)
-    assert on_first[2].tolist() == pytest.approx([0.6] * 8, abs=0.05)
-    assert torch.allclose(before[1][:, :4], after[1][:, :4], atol=1e-5)
-
-
 def test_too_small_a_model_has_no_room_for_circuits() -> None:
     with pytest.raises(ValueError, match="8 heads"):
         seed_circuits(new_model(Shape(layers=1, hidden=64, heads=8, context=32, vocab=300), seed=1))
@@ -262,9 +248,6 @@ def test_rates_rise_stay_and_fall() -> None:
     assert learning_rate(650, 1000, 0.3) == pytest.approx(0.04 + 0.96 / 2)
     assert learning_rate(999, 1000, 0.3) == pytest.approx(0.04, abs=1e-3)
     assert learning_rate(99, None, 0.3) == 1
-    assert learning_rate(199, 1000, 0.3, again=200) == 1
-    assert learning_rate(200, 1000, 0.3, again=200) == pytest.approx(1 / 60)
-    assert learning_rate(400, 1000, 0.3, again=200) == learning_rate(400, 1000, 0.3)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers import OPTForCausalLM
 
-from demo_training.model import attention_input
-
 TOKEN_SPREAD, OTHER_SPREAD = 0.05, 0.01  # of token embeddings, in their two quarters and elsewhere
 POSITION_HEIGHT = 0.1  # of the sinusoids
 LONGEST_WAVE = 750.0  # times the shortest
@@ -105,50 +103,3 @@ def _set_copy(attention: Any, head: int, head_dim: int, read: Tensor, write: Ten
     rows = slice(head * head_dim, (head + 1) * head_dim)
     attention.v_proj.weight[rows] = read
     attention.out_proj.weight[:, rows] = COPY * write.t()
-
-
-@torch.no_grad()
-def seed_sinks(model: OPTForCausalLM, ids: Tensor, wanted: list[list[float]], sharper: float) -> None:
-    """Has heads rest on the first token, as in large models: biases of queries towards its key.
-
-    Args:
-        ids: [documents, n] to measure on, each with the leading token in front.
-        wanted: by layer and head, the mean weight on the first token; 0 leaves a head as it is.
-        sharper: the induction heads' queries are multiplied by it, so that what they look for stands out.
-    """
-    head_dim = model.config.hidden_size // model.config.num_attention_heads
-    induction = slice(0, 4 * head_dim)
-    query = model.model.decoder.layers[1].self_attn.q_proj
-    query.weight[induction] *= sharper
-    query.bias[induction] *= sharper
-    for layer, targets in enumerate(wanted):
-        for _ in range(4):  # the weight is no linear function of the bias
-            _nudge(model, layer, ids, torch.tensor(targets))
-
-
-def _nudge(model: OPTForCausalLM, layer: int, ids: Tensor, wanted: Tensor) -> None:
-    """One step of every head of a layer towards its wanted weight [heads] on the first token."""
-    attention: Any = model.model.decoder.layers[layer].self_attn
-    heads = model.config.num_attention_heads
-    x = attention_input(model, layer, ids)
-    rows, n, width = x.shape
-    head_dim = width // heads
-    query, key = (
-        matrix(x).view(rows, n, heads, head_dim).transpose(1, 2) for matrix in (attention.q_proj, attention.k_proj)
-    )
-    future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
-    logits = (query @ key.transpose(2, 3)) * head_dim**-0.5
-    given = logits.masked_fill(future, -torch.inf).softmax(dim=-1)[:, :, n // 8 :, 0].mean(dim=(0, 2)).cpu()
-    for head in range(heads):
-        if not 0 < given[head] < wanted[head]:
-            continue
-        keys = key[:, head, 1:].reshape(-1, head_dim)
-        others = keys - keys.mean(dim=0)
-        spread = others.t() @ others / len(keys)
-        spread += torch.eye(head_dim, device=x.device) * (0.1 * spread.diagonal().mean() + 1e-6)
-        apart = key[0, head, 0] - keys.mean(dim=0)
-        # The direction in which the first key stands out most from the others, by what they differ among themselves.
-        direction = torch.linalg.solve(spread, apart)
-        missing = torch.logit(wanted[head]) - torch.logit(given[head].clamp(1e-4, 0.9999))
-        step = float(missing) * head_dim**0.5 / float(apart @ direction)
-        attention.q_proj.bias[head * head_dim : (head + 1) * head_dim] += step * direction

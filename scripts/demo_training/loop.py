@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import OPTForCausalLM
 
-from demo_training.circuits import seed_circuits, seed_sinks
+from demo_training.circuits import seed_circuits
 from demo_training.corpus import LEADING_ID, Corpus
 from demo_training.documents import ANSWER_WEIGHT, Documents, Mix
 from demo_training.model import Shape, logits, new_model, weighted_loss
@@ -26,8 +26,6 @@ WARM_UP = 60  # steps
 LEAST_RATE = 0.04  # of the highest, at the end
 JUDGED = 8  # held-out documents of either kind
 MEASURED = (20, 50)  # steps between which is timed how long one takes
-SINK = 0.6  # wanted weight on the first token, in layers above the second
-INDUCTION_SINK, OTHER_SINK, SHARPER = 0.65, 0.3, 1.5  # in the second layer; more than 0.3 kills its other heads
 BETAS, EPSILON = (0.9, 0.97), 1e-10
 
 
@@ -42,7 +40,6 @@ class Recipe:
             other parameters (AdamW).
         hold: share of the steps before the rates begin to fall, along a cosine.
         circuits: begin with the structured start.
-        sinks_at: share of the steps after which heads are made to rest on the first token; None for never.
     """
 
     shape: Shape
@@ -54,7 +51,6 @@ class Recipe:
     hold: float
     mix: Mix
     circuits: bool
-    sinks_at: float | None
     seed: int
 
 
@@ -76,8 +72,6 @@ class Training:
         self._judged_text = _windows(corpus.held_out, length).to(device)
         asked = Documents(corpus.tokenizer, corpus.held_out, length, Mix(1.0, 0.0), recipe.seed + 1)
         self._judged_recall = [parts.to(device) for parts in _first(asked, JUDGED)]
-        told = Documents(corpus.tokenizer, corpus.train, length, Mix(1.0, 0.0), recipe.seed + 2)
-        self._read_for_sinks = torch.cat((_windows(corpus.train, length), _first(told, JUDGED // 2)[0])).to(device)
         self.model = new_model(recipe.shape, recipe.seed)
         if recipe.circuits:
             seed_circuits(self.model)
@@ -170,10 +164,7 @@ class Training:
 
     def _train(self, ids: Tensor, weights: Tensor) -> Tensor:
         """One step over [batch, length + 1] documents. Returns its loss."""
-        sinks_at = self._sinks_at()
-        if self.step == sinks_at:
-            self._seed_sinks()
-        rate = learning_rate(self.step, self.steps, self.recipe.hold, sinks_at)
+        rate = learning_rate(self.step, self.steps, self.recipe.hold)
         for optimiser in self._optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate * group["highest"]
@@ -183,20 +174,6 @@ class Training:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         return loss.detach()
-
-    def _sinks_at(self) -> int | None:
-        """The step before which heads are made to rest on the first token."""
-        share = self.recipe.sinks_at
-        return None if share is None or self.steps is None else int(share * self.steps)
-
-    def _seed_sinks(self) -> None:
-        """Builds sinks in. What the optimisers have gathered was for another model, and would tear them down again."""
-        shape = self.recipe.shape
-        induction = min(4, shape.heads)
-        second = [INDUCTION_SINK] * induction + [OTHER_SINK] * (shape.heads - induction)
-        wanted = [[0.0] * shape.heads, second, *[[SINK] * shape.heads] * (shape.layers - 2)]
-        seed_sinks(self.model, self._read_for_sinks[:, :-1], wanted[: shape.layers], SHARPER)
-        self._optimisers = _optimisers(self.model, self.recipe, self.device)
 
     @torch.no_grad()
     def _told(self, loss: float) -> dict[str, Any]:
@@ -215,14 +192,9 @@ class Training:
         }
 
 
-def learning_rate(step: int, steps: int | None, hold: float, again: int | None = None) -> float:
-    """Share of the highest rate at a step: up in a line, level, then down along a cosine.
-
-    Args:
-        again: a step at which the rate begins to rise once more.
-    """
-    begun = 0 if again is None or step < again else again
-    rising = min(1.0, (step - begun + 1) / WARM_UP)
+def learning_rate(step: int, steps: int | None, hold: float) -> float:
+    """Share of the highest rate at a step: up in a line, level, then down along a cosine."""
+    rising = min(1.0, (step + 1) / WARM_UP)
     done = 0.0 if steps is None else step / steps
     if done < hold:
         return rising

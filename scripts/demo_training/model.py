@@ -67,12 +67,6 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def attention_input(model: OPTForCausalLM, layer: int, ids: Tensor) -> Tensor:
-    """What a layer's queries and keys are made from: [rows, n] -> [rows, n, hidden_size]."""
-    states = model.model.decoder(ids, use_cache=False, output_hidden_states=True).hidden_states
-    return model.model.decoder.layers[layer].self_attn_layer_norm(states[layer])
-
-
 def save_model(model: OPTForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """A folder in Hugging Face format, in float16."""
     state = {name: tensor.detach().half().cpu() for name, tensor in model.state_dict().items()}
