@@ -15,7 +15,7 @@ from tqdm import tqdm
 from flexgen_h2o.block_checkpoint import BlockCheckpoint
 from flexgen_h2o.disk import reclaim
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import GenerationOutput, Request
+from flexgen_h2o.generation import GenerationOutput, Request, random_requests
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics import MetricsFile
 from flexgen_h2o.pace import Pace
@@ -101,7 +101,7 @@ def random_source(llm: LLM, prompt_len: int) -> PromptSource:
     return PromptSource(
         lambda: (
             PromptLine(request.index + 1, request.index, list(request.prompt_ids))
-            for request in llm.random_requests(prompt_len, llm.policy.block_rows)
+            for request in random_requests(llm.config.vocab_size, prompt_len, llm.policy.block_rows, llm.seed)
         ),
         "random prompts",
         sizes=InputSizes(prompt_len, llm.policy.block_rows),

@@ -1,6 +1,7 @@
 """One block's generation: requests in, tokens chosen, outputs out."""
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -44,6 +45,14 @@ class GenerationOutput:
     text: str | None
     finish_reason: FinishReason
     error: str | None = None
+
+
+def random_requests(vocab_size: int, prompt_len: int, count: int, seed: int) -> Iterator[Request]:
+    """Prompts of random token ids, special tokens left out: for measuring speed."""
+    numbers = random.Random(seed)
+    first = min(4, vocab_size - 1)
+    for index in range(count):
+        yield Request(index, [numbers.randrange(first, vocab_size) for _ in range(prompt_len)])
 
 
 class Sampler:

@@ -1,7 +1,6 @@
 """The Python interface: prompts in, generated text out, block by block."""
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -213,12 +212,11 @@ class LLM:
 
     def kept_weight_bytes(self, names: Collection[str] | None = None) -> int:
         """Bytes of this model's weights that an earlier run has left on disk: of all, or of some parameters."""
-        if self.device.type == "meta" or (names is not None and not names):
+        folder = None if names is not None and not names else self._weight_folder(self.checkpoint())
+        if folder is None:
             return 0
-        folder = self._weight_folder(self.checkpoint())
         places = weight_places(self.config, self.dtype, self.platform.matrix_layout)
-        wanted = {name: place for name, place in places.items() if names is None or name in names}
-        return 0 if folder is None else folder.present_bytes(wanted)
+        return folder.present_bytes({name: place for name, place in places.items() if names is None or name in names})
 
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint, checked; None where weights are made up or none are needed."""
@@ -373,20 +371,9 @@ class LLM:
             f" {smaller.num_gpu_batches} --decode-batch-size {smaller.group_rows}"
         )
 
-    def random_requests(self, prompt_len: int, num_prompts: int) -> Iterator[Request]:
-        """Prompts of random token ids, special tokens left out: for measuring speed."""
-        numbers = random.Random(self.seed)
-        first = min(4, self.config.vocab_size - 1)
-        for index in range(num_prompts):
-            yield Request(index, [numbers.randrange(first, self.config.vocab_size) for _ in range(prompt_len)])
-
     def ledger(self) -> Ledger | None:
         """What the run holds and has held on each tier; None before weights are loaded."""
         return None if self.runtime is None else self.runtime.ledger
-
-    def achieved_percent(self) -> list[float]:
-        """The six percentages as they have come out, in whole tensors and units; empty before weights are loaded."""
-        return [] if self.runtime is None else self.runtime.achieved_percent()
 
     def moved_bytes(self, link: str) -> int:
         """Bytes that have moved in a direction so far: h2d, d2h, disk_read or disk_write."""

@@ -16,7 +16,8 @@ from flexgen_h2o.policy import MOST_ROWS, EvictionSpec, Policy
 from flexgen_h2o.policy_files import policy_to_json, write_policy
 from flexgen_h2o.search.cost_model import LANES, CostModel, TimeModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost
-from flexgen_h2o.search.hardware import DTYPES, Hardware, find_hardware
+from flexgen_h2o.search.hardware import DTYPES, Hardware
+from flexgen_h2o.search.hardware_files import find_hardware
 from flexgen_h2o.search.plots import plot
 from flexgen_h2o.search.predict import Found, predict
 from flexgen_h2o.search.report import summary

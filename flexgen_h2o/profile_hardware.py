@@ -9,7 +9,8 @@ from pathlib import Path
 from flexgen_h2o import folders
 from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.search.hardware import Hardware, default_folder, default_name, read_hardware, slug, write_hardware
+from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
+from flexgen_h2o.search.hardware_files import default_folder, default_name, slug
 from flexgen_h2o.search.hardware_summary import summary
 
 DESCRIPTION = """Measures this machine: products, decode attention, memory, links, disk and threads; in less than two
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
     surroundings = {**environment(), "command": shlex.join(["python", "-m", "flexgen_h2o.profile_hardware", *argv])}
     name = args.name or default_name(surroundings["machine"], device.type)
     output = Path(args.output) if args.output else default_folder() / f"{slug(name)}.json"
-    earlier = _earlier(output)
+    earlier = _earlier(output, is_ours=args.output is None)
     folder = nearest_parent(Path(folders.OFFLOAD)) if args.folder is None else Path(args.folder).expanduser()
     with tqdm(file=sys.stderr, disable=not sys.stderr.isatty(), bar_format="{desc} {percentage:3.0f}% {bar}") as bar:
 
@@ -77,11 +78,17 @@ def main(argv: list[str]) -> int:
     return EXIT_OK
 
 
-def _earlier(output: Path) -> Hardware | None:
-    """What was measured before, to say how far the two are apart; None if there is nothing that can be read."""
+def _earlier(output: Path, is_ours: bool) -> Hardware | None:
+    """What was measured before, to say how far the two are apart; None if there is nothing that can be read.
+
+    Args:
+        is_ours: nobody but this command has put the file there, so that it may be replaced whatever it is.
+    """
     try:
         return read_hardware(output) if output.exists() else None
     except UsageError as error:
+        if not is_ours:
+            raise
         print(f"note: what is replaced cannot be compared with: {error}", file=sys.stderr)
         return None
 

@@ -19,7 +19,8 @@ from flexgen_h2o.placement import TIERS
 from flexgen_h2o.platforms import dtype_name
 from flexgen_h2o.policy_files import policy_fields
 from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.search.hardware import Hardware, default_name
+from flexgen_h2o.search.hardware import Hardware
+from flexgen_h2o.search.hardware_files import default_name
 from flexgen_h2o.search.limits import limit_of
 from flexgen_h2o.units import gb
 
@@ -62,7 +63,7 @@ def run_report(
         "decode_tok_s": _rate(totals.decoded_tokens, totals.decode_s),
         "memory": _memory(llm, params, prompt_len, num_prompts),
         "io": {f"{link}_bytes": llm.moved_bytes(link) for link in MOVES},
-        "achieved_percent": llm.achieved_percent(),
+        "achieved_percent": [] if llm.runtime is None else llm.runtime.achieved_percent(),
         "phases": {
             "prefill": _phase(llm, "prefill", totals.prefill_s if measured else None, hardware),
             "decode": _phase(llm, "decode", totals.decode_s if measured else None, hardware),

@@ -10,6 +10,7 @@ import sys
 
 from flexgen_h2o.cli import EXIT_OK, run_command
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.generation import random_requests
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.profiling.quick import known_rates
 from flexgen_h2o.records import machine_name, run_report
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     params = SamplingParams(**options.params)
     with LLM(**options.llm) as llm:
         rows = llm.policy.block_rows
-        prompts = list(llm.random_requests(options.prompt_len, rows))
+        prompts = list(random_requests(llm.config.vocab_size, options.prompt_len, rows, llm.seed))
         for _ in range(2):
             for _ in llm.stream(prompts, params, options.prompt_len, rows):
                 pass

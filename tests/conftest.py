@@ -20,7 +20,7 @@ from tiny_models import make_tiny_opt, save_tiny_opt
 from flexgen_h2o import model_config
 from flexgen_h2o.checkpoints import open_checkpoint
 from flexgen_h2o.profiling import quick
-from flexgen_h2o.search.hardware import default_folder
+from flexgen_h2o.search.hardware_files import default_folder
 from flexgen_h2o.weight_sources import checkpoint_source
 
 torch.set_num_threads(1)  # tensors this small are slower on several

@@ -145,13 +145,15 @@ MEASURE = """
 import sys
 import torch
 from flexgen_h2o import LLM, SamplingParams
+from flexgen_h2o.generation import random_requests
 from flexgen_h2o.machine import peak_resident_bytes
 
 model, rows, prompt_len, eviction = sys.argv[1] or None, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
 llm = LLM(model, eviction=eviction, dtype="float32", dummy_weights=True, gpu_batch_size=rows)
 params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-llm.generate([list(request.prompt_ids) for request in llm.random_requests(prompt_len, rows)], params)
+prompts = random_requests(llm.config.vocab_size, prompt_len, rows, 0)
+llm.generate([list(request.prompt_ids) for request in prompts], params)
 print(llm.ledger().peak("cpu"), peak_resident_bytes())
 """
 

@@ -16,7 +16,8 @@ from flexgen_h2o.policy import Policy
 from flexgen_h2o.policy_files import write_policy
 from flexgen_h2o.profiling import quick
 from flexgen_h2o.search.cost_model import CostModel
-from flexgen_h2o.search.hardware import Hardware, default_folder, read_hardware
+from flexgen_h2o.search.hardware import Hardware, read_hardware
+from flexgen_h2o.search.hardware_files import default_folder
 from flexgen_h2o.search.predict import predict
 from flexgen_h2o.search.projection import Projection
 from flexgen_h2o.search.search import find

@@ -11,7 +11,8 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.profiling.profile import measure
 from flexgen_h2o.profiling.settings import QUICK
 from flexgen_h2o.records import environment
-from flexgen_h2o.search.hardware import Hardware, find_hardware, read_hardware, write_hardware
+from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
+from flexgen_h2o.search.hardware_files import find_hardware
 
 
 def known_rates(choice: str, name: str) -> Hardware | None:

@@ -3,13 +3,11 @@
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o import folders
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.json_files import read_json
 from flexgen_h2o.search.rates import Rate, rate_from_json, rate_problems
@@ -20,8 +18,6 @@ DEVICES = ("cpu", "cuda")
 TIERS = ("gpu", "cpu", "disk")
 VERSION = 1
 COMPARABLE = ("machine", "versions", "git_commit", "settings")  # of two environments, if alike
-ROOT = Path(__file__).parent.parent.parent
-INSTALLED = ROOT / "flexgen_h2o" / "hardware_files"  # policies/hardware, where there is no source tree
 DEFAULT_OPERATION_S = 2e-4
 AGREEMENT = 0.01  # between numbers of a file that say the same thing
 
@@ -260,45 +256,6 @@ class Hardware:
             environment=values.get("environment") or {},
             origin=origin,
         )
-
-
-def slug(text: str) -> str:
-    """A text as part of a file name: small letters, digits and single hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "machine"
-
-
-def default_name(machine: Mapping[str, Any], device: str) -> str:
-    """A machine's name from what records.environment() says of it, such as "amd-epyc-2-cores"."""
-    processor = machine["gpu"] if device == "cuda" else machine["cpu"]
-    return slug(f"{processor} {machine['cores']} cores")
-
-
-def default_folder() -> Path:
-    """Where hardware files go: in the source tree that this is run from; else where quick measurements are, too."""
-    if (ROOT / "setup.py").exists():
-        return ROOT / "policies" / "hardware"
-    return Path(folders.CACHE).expanduser() / "hardware"
-
-
-def _known(name: str) -> Path | None:
-    """The file of a name: this user's, or one that is installed with the package."""
-    paths = (folder / f"{name}.json" for folder in (default_folder(), INSTALLED))
-    return next((path for path in paths if path.exists()), None)
-
-
-def find_hardware(choice: str, name: str) -> Hardware | None:
-    """The machine that a run is held against.
-
-    Args:
-        choice: "auto" for the file of this machine, if there is one; the name of a file in the default folder; or a
-            path.
-        name: of this machine.
-    Raises UsageError if what is asked for is not there.
-    """
-    path = _known(name if choice == "auto" else choice)
-    if choice == "auto":
-        return None if path is None else read_hardware(path)
-    return read_hardware(path or Path(choice))
 
 
 def read_hardware(path: Path) -> Hardware:

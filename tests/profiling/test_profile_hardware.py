@@ -15,7 +15,6 @@ from commands import call
 from flexgen_h2o import profile_hardware
 from flexgen_h2o.profiling import disk, settings
 from flexgen_h2o.profiling.disk import Disk
-from flexgen_h2o.search import hardware
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
 from flexgen_h2o.search.hardware_summary import summary
 
@@ -161,11 +160,14 @@ def test_mistakes_are_sentences(
 
 
 def test_without_a_name_for_it_the_file_goes_among_the_policies(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "ROOT", scene)
-    monkeypatch.chdir(scene)
+    monkeypatch.setattr("flexgen_h2o.search.hardware_files.ROOT", scene)
+    (scene / "setup.py").touch()
     finished = call(profile_hardware, ["--name", "My Box", "--folder", str(scene / "disk")])
     path = scene / "policies" / "hardware" / "my-box.json"
     assert finished.code == 0 and read_hardware(path).name == "My Box"
+    path.write_text('{"version": 99}')
+    again = call(profile_hardware, ["--name", "My Box", "--folder", str(scene / "disk")])
+    assert again.code == 0 and read_hardware(path).name == "My Box" and "cannot be compared" in again.err
 
 
 def test_names_of_machines() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.profiling import quick
-from flexgen_h2o.search.hardware import Hardware, default_folder, read_hardware
+from flexgen_h2o.search.hardware import Hardware, read_hardware
+from flexgen_h2o.search.hardware_files import default_folder
 
 CPU = torch.device("cpu")
 ELSEWHERE = read_hardware(default_folder() / "amd-epyc-2-cores.json")
@@ -55,7 +56,7 @@ def test_so_is_what_a_profile_of_another_version_has_kept(
     measured: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a source tree both lie in one folder."""
-    monkeypatch.setattr("flexgen_h2o.search.hardware.ROOT", tmp_path)
+    monkeypatch.setattr("flexgen_h2o.search.hardware_files.ROOT", tmp_path)
     monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path))
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware" / "no-such-box.json").write_text("{}")

@@ -17,8 +17,9 @@ import pytest
 from commands import ROOT
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.search import hardware as hardware_module
-from flexgen_h2o.search.hardware import Hardware, default_folder, find_hardware, read_hardware, slug, write_hardware
+from flexgen_h2o.search import hardware_files as hardware_module
+from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
+from flexgen_h2o.search.hardware_files import default_folder, find_hardware, slug
 from flexgen_h2o.search.hardware_summary import summary
 from flexgen_h2o.search.rates import Rate, unit_of
 

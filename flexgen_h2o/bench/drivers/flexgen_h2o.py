@@ -72,7 +72,7 @@ def _details(llm: LLM, hardware: Hardware | None, work: Workload) -> dict[str, A
         "heavy_slots": heavy,
         "recent_slots": recent,
         "policy": policy_fields(llm.policy),
-        "achieved_percent": llm.achieved_percent(),
+        "achieved_percent": [] if llm.runtime is None else llm.runtime.achieved_percent(),
         "weight_folder": None if folder is None else str(folder),
         "predicted": predicted(llm, hardware, work),
     }
