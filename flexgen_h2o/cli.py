@@ -167,8 +167,9 @@ def _ending_by_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not asked:  # a process that was asked to end has yet to, and a second signal may meet it there
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def unwritable(flag: str, output: Path, is_replaced: bool = False) -> str | None:

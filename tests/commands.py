@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from flexgen_h2o import run as run_module
-from flexgen_h2o.cli import run_command
+from flexgen_h2o.cli import ENDING, run_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,10 +50,23 @@ class Finished:
         return [line.removeprefix("error: ") for line in self.err.splitlines() if line.startswith("error: ")]
 
 
+@contextmanager
+def signals_as_before() -> Iterator[None]:
+    """Takes back the handlers that a command leaves in place which was asked to end."""
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
 def call(command: ModuleType, argv: Sequence[str], stdin: bytes = b"") -> Finished:
     """Runs a command module. An exception that would be a traceback for the user comes through as it is."""
     out, err, code = io.StringIO(), io.StringIO(), None
     with (
+        signals_as_before(),
         patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin))),
         patch.object(sys, "stdout", out),
         redirect_stdout(out),
