@@ -10,8 +10,9 @@ import pytest
 from commands import refused_once, run, write_jsonl
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.llm import LLM
 from flexgen_h2o.placement import Percent
-from flexgen_h2o.planning import BLOCK_ROWS, USED_SHARE
+from flexgen_h2o.planning import BLOCK_ROWS, USED_SHARE, Workload, predicted
 from flexgen_h2o.policy import Policy
 from flexgen_h2o.policy_files import write_policy
 from flexgen_h2o.profiling import quick
@@ -99,6 +100,14 @@ def test_what_does_not_fit_is_searched_with_rates_that_are_measured_once(
         finished = run(*argv)
         assert finished.code == 0 and len(unknown_machine) == 1
         assert finished.report["predicted"]["kind"] == "projection"
+
+
+def test_peaks_are_those_of_the_buffers_however_few_prompts_are_served() -> None:
+    work = Workload(prompt_len=256, gen_len=8, num_prompts=64)
+    with LLM(gpu_batch_size=64, dtype="bfloat16") as llm:
+        whole, part = predicted(llm, KNOWN, work), predicted(llm, KNOWN, work, served=1)
+    assert whole is not None and part is not None
+    assert part["cpu_peak_bytes"] == whole["cpu_peak_bytes"] and part["total_s"] < whole["total_s"]
 
 
 def test_where_no_prompt_can_be_served_nothing_is_searched(
