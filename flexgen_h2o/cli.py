@@ -43,6 +43,19 @@ class Flags:
         value: str | None = getattr(self._args, flag.removeprefix("--").replace("-", "_"))
         return value
 
+    def check_record(self) -> None:
+        """Notes what keeps a result from being added to --record's file, whose folders are made if need be."""
+        if (record := self.text("--record")) is None:
+            return
+        path = Path(record)
+        parent = next((parent for parent in path.absolute().parents if parent.exists()), path)
+        if path.is_dir() or not parent.is_dir():
+            self.problems.append(
+                f"--record {path} cannot be written: it is a folder, or lies in what is none; give another name"
+            )
+        elif not os.access(path if path.exists() else parent, os.W_OK):
+            self.problems.append(f"--record {path} cannot be written: permission denied; give another name")
+
     def words(self, flag: str, default: str) -> list[str]:
         """What is separated by commas."""
         text = self.text(flag)
@@ -182,17 +195,6 @@ def unwritable(flag: str, output: Path, is_replaced: bool = False) -> str | None
         return f"{flag} {output} cannot be written: its folder does not exist or it is a folder; give another name"
     if not os.access(output if output.exists() and not is_replaced else output.resolve().parent, os.W_OK):
         return f"{flag} {output} cannot be written: permission denied; give another name"
-    return None
-
-
-def unwritable_record(record: str) -> str | None:
-    """What keeps a result from being added to the file of --record, whose folders are made if they are not there."""
-    path = Path(record)
-    parent = next((parent for parent in path.absolute().parents if parent.exists()), path)
-    if path.is_dir() or not parent.is_dir():
-        return f"--record {path} cannot be written: it is a folder, or lies in what is none; give another name"
-    if not os.access(path if path.exists() else parent, os.W_OK):
-        return f"--record {path} cannot be written: permission denied; give another name"
     return None
 
 

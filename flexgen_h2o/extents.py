@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexgen_h2o.folders import nearest_parent
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -32,17 +34,13 @@ class Extent:
 
 def free_disk_bytes(folder: Path) -> int:
     """Bytes that can still be written below a folder, or below its nearest parent that exists."""
-    status = os.statvfs(_nearest(folder))
+    status = os.statvfs(nearest_parent(folder))
     return status.f_bavail * status.f_frsize
 
 
 def file_system(folder: Path) -> int:
     """A number that folders of one file system share; of the nearest parent, for a folder that does not exist."""
-    return _nearest(folder).stat().st_dev
-
-
-def _nearest(folder: Path) -> Path:
-    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return nearest_parent(folder).stat().st_dev
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -48,7 +48,6 @@ def main(argv: list[str]) -> int:
 
     from flexgen_h2o.platforms import choose_device, setting_problems
     from flexgen_h2o.profiling.profile import measure
-    from flexgen_h2o.profiling.quick import nearest_parent
     from flexgen_h2o.profiling.settings import FULL, QUICK
     from flexgen_h2o.records import environment
 
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> int:
     name = args.name or default_name(surroundings["machine"], device.type)
     output = Path(args.output) if args.output else default_folder() / f"{slug(name)}.json"
     earlier = _earlier(output, is_ours=args.output is None)
-    folder = nearest_parent(Path(folders.OFFLOAD)) if args.folder is None else Path(args.folder).expanduser()
+    folder = folders.nearest_parent(Path(folders.OFFLOAD)) if args.folder is None else Path(args.folder).expanduser()
     with tqdm(file=sys.stderr, disable=not sys.stderr.isatty(), bar_format="{desc} {percentage:3.0f}% {bar}") as bar:
 
         def advance(title: str, done: int, total: int) -> None:

@@ -119,9 +119,9 @@ def test_where_no_prompt_can_be_served_nothing_is_searched(
     assert finished.code == 0 and finished.report["num_prompts"] == 0 and finished.report["predicted"] is None
 
 
-def test_what_was_kept_of_weights_is_room_for_weights_alone(
-    prompt_file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """The disk budgets of all searches, where every policy is searched for and 10^9 bytes of disk are free."""
     planned: list[float | None] = []
 
     def noted(model: CostModel, budgets: dict[str, float | None], *rest: Any) -> Any:
@@ -131,6 +131,12 @@ def test_what_was_kept_of_weights_is_room_for_weights_alone(
     monkeypatch.setattr("flexgen_h2o.planning._fits", lambda *_: False)
     monkeypatch.setattr("flexgen_h2o.planning.find", noted)
     monkeypatch.setattr("flexgen_h2o.planning.free_disk_bytes", lambda folder: 10**9)
+    return planned
+
+
+def test_what_was_kept_of_weights_is_room_for_weights_alone(
+    prompt_file: str, planned: list[float | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("flexgen_h2o.llm.LLM.kept_weight_bytes", lambda llm, names=None: 5 * 10**6)
     argv = ("--input", prompt_file, "--gen-len", "4", "--offload-dir", str(tmp_path / "offload"))
     assert run(*argv).code == 0
@@ -138,17 +144,8 @@ def test_what_was_kept_of_weights_is_room_for_weights_alone(
 
 
 def test_no_more_of_the_disk_is_planned_with_than_is_free_now(
-    prompt_file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    prompt_file: str, planned: list[float | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    planned: list[float | None] = []
-
-    def noted(model: CostModel, budgets: dict[str, float | None], *rest: Any) -> Any:
-        planned.append(budgets["disk"])
-        return find(model, budgets, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("flexgen_h2o.planning._fits", lambda *_: False)
-    monkeypatch.setattr("flexgen_h2o.planning.find", noted)
-    monkeypatch.setattr("flexgen_h2o.planning.free_disk_bytes", lambda folder: 10**9)
     monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "cache"))
     argv = ("--input", prompt_file, "--gen-len", "4", "--offload-dir", str(tmp_path / "offload"))
     assert run(*argv).code == 0 and run(*argv, "--disk-mem", "0.5").code == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.bench.sweep_command import REPORT, SWEEP, add_report, add_sweep, report, sweep
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable_record
+from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.model_config import ModelConfig, published
 
@@ -172,9 +172,7 @@ def _model(flags: Flags, layers: int | None) -> tuple[ModelConfig, str, int]:
 
 def _trials(flags: Flags) -> int:
     """How often each number is measured; a record wants a median, and a place."""
-    record = flags.text("--record")
-    if record is not None and (problem := unwritable_record(record)):
-        flags.problems.append(problem)
+    flags.check_record()
     return flags.whole("--trials", LEAST_TRIALS if flags.given("--record") else 1) or LEAST_TRIALS
 
 

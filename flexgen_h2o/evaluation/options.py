@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen_h2o.cli import Flags, Parser, unwritable_record
+from flexgen_h2o.cli import Flags, Parser
 from flexgen_h2o.errors import UsageError
 
 COMPARISONS = {
@@ -243,8 +243,6 @@ def _budgets(flags: Flags) -> list[float]:
 
 
 def _finish(flags: Flags) -> None:
-    record = flags.text("--record")
-    if record is not None and (problem := unwritable_record(record)):
-        flags.problems.append(problem)
+    flags.check_record()
     if flags.problems:
         raise UsageError(flags.problems)

@@ -52,7 +52,7 @@ def find_or_measure(choice: str, name: str, device: torch.device, folder: Path) 
         return found
     print(f"note: {name} has no hardware file; measuring it quickly, once", file=sys.stderr)
     try:
-        measured = measure(QUICK, device, nearest_parent(folder), name, environment())
+        measured = measure(QUICK, device, folders.nearest_parent(folder), name, environment())
         write_hardware(quick_file(name), measured)
     except (UsageError, OSError) as error:
         print(f"note: limits will be missing: {error}", file=sys.stderr)
@@ -64,9 +64,3 @@ def find_or_measure(choice: str, name: str, device: torch.device, folder: Path) 
 def quick_file(name: str) -> Path:
     """Where a quick measurement of a machine is kept."""
     return Path(folders.CACHE).expanduser() / "hardware" / f"{name}.json"
-
-
-def nearest_parent(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    folder = folder.expanduser().resolve()
-    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
