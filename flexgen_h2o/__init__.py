@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexgen_h2o.generation import GenerationOutput
+    from flexgen_h2o.engine.generate import GenerationOutput
+    from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.sampling import SamplingParams
 
 __all__ = ["LLM", "GenerationOutput", "SamplingParams"]
 
-_HOMES = {"LLM": "llm", "GenerationOutput": "generation", "SamplingParams": "sampling"}
+_HOMES = {"LLM": "llm", "GenerationOutput": "engine.generate", "SamplingParams": "engine.sampling"}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,8 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command
 
 DESCRIPTION = """Writes all of a model's weights where runs look for them, in the precision and layout of this machine,
 so that no run has to convert or quantise them again. What is there already is not written again: after an interruption
@@ -14,7 +14,7 @@ the same command goes on."""
 EPILOG = "exit codes: 0 done; 1 failed while writing; 2 unusable arguments, or no room; 130 interrupted."
 
 if TYPE_CHECKING:
-    from flexgen_h2o.conversion import Conversion
+    from flexgen_h2o.weights.conversion import Conversion
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,10 +41,10 @@ def main(argv: list[str]) -> int:
     compressed = flags.switch("--compress-weight", False)
     seed = flags.whole("--seed", 0)
 
-    from flexgen_h2o.checkpoints import locate_model
-    from flexgen_h2o.conversion import Conversion
-    from flexgen_h2o.platforms import setting_problems
-    from flexgen_h2o.progress import weights_bar
+    from flexgen_h2o.commands.progress import weights_bar
+    from flexgen_h2o.machine.platform import setting_problems
+    from flexgen_h2o.models.checkpoint import locate_model
+    from flexgen_h2o.weights.conversion import Conversion
 
     flags.problems += setting_problems(device, args.dtype or "auto", {})
     try:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 def _summary(conversion: "Conversion") -> str:
     """What was done, for people."""
-    from flexgen_h2o.units import gb
+    from flexgen_h2o.basics.memory_sizes import gb
 
     report = conversion.report()
     return "\n".join(

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli import EXIT_OK, run_command, unwritable
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import EXIT_OK, run_command, unwritable
 from flexgen_h2o.evaluation.options import (
     ANALYSE,
     TASKS,
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def _record(args: argparse.Namespace, argv: list[str], result: Result) -> None:
-    from flexgen_h2o.records import append_record
+    from flexgen_h2o.jobs.report import append_record
 
     append_record(Path(args.record), {"name": f"evaluate {args.task}", "command": _command(argv), **result})
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o import folders
-from flexgen_h2o.block_work import PromptBlock
-from flexgen_h2o.checkpoints import Checkpoint, locate_model, open_checkpoint
-from flexgen_h2o.engine import Engine, unit_shapes
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import (
+from flexgen_h2o.basics import folders
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.engine.assemble import RunSizes, Runtime
+from flexgen_h2o.engine.block import PromptBlock
+from flexgen_h2o.engine.fit import check_fit, is_out_of_memory, lighter_plan, smaller_sub_batches
+from flexgen_h2o.engine.generate import (
     BlockKeeper,
     GenerationOutput,
     KeepsNothing,
@@ -22,11 +22,13 @@ from flexgen_h2o.generation import (
     RunTotals,
     generate_block,
 )
+from flexgen_h2o.engine.loop import Engine, unit_shapes
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs.formats import as_ids
 from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.kvcache.eviction import RULES, EvictionRule
-from flexgen_h2o.machine import process_baseline
-from flexgen_h2o.placement import place_weights
-from flexgen_h2o.platforms import (
+from flexgen_h2o.kvcache.eviction.rules import RULES, EvictionRule
+from flexgen_h2o.machine.limits import process_baseline
+from flexgen_h2o.machine.platform import (
     DTYPES,
     Platform,
     choose_device,
@@ -35,18 +37,16 @@ from flexgen_h2o.platforms import (
     taken_on_gpu,
     tier_budgets,
 )
-from flexgen_h2o.policy import EvictionSpec, Policy
-from flexgen_h2o.preflight import check_fit, is_out_of_memory, lighter_plan, smaller_sub_batches
-from flexgen_h2o.prompts import as_ids
-from flexgen_h2o.runtime import RunSizes, Runtime
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.schedule import telling_steps
-from flexgen_h2o.tiers import Ledger
-from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
-from flexgen_h2o.weight_files import WeightFolder, weight_folder
-from flexgen_h2o.weight_sources import TensorSource, checkpoint_source, dummy_source
-from flexgen_h2o.weights import LEDGER_LINE as WEIGHTS_LINE
-from flexgen_h2o.weights import weight_places
+from flexgen_h2o.memory.tiers import Ledger
+from flexgen_h2o.models.checkpoint import Checkpoint, locate_model, open_checkpoint
+from flexgen_h2o.models.tokenizer import Tokenizer, load_tokenizer
+from flexgen_h2o.plan.placement import place_weights
+from flexgen_h2o.plan.policy import EvictionSpec, Policy
+from flexgen_h2o.plan.schedule import telling_steps
+from flexgen_h2o.weights.files import WeightFolder, weight_folder
+from flexgen_h2o.weights.sources import TensorSource, checkpoint_source, dummy_source
+from flexgen_h2o.weights.store import LEDGER_LINE as WEIGHTS_LINE
+from flexgen_h2o.weights.store import weight_places
 
 Prompt = str | Sequence[int]
 OUT_OF_MEMORY = "out of memory"

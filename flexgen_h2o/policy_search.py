@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o import folders
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.model_config import ModelConfig, from_folder, published
-from flexgen_h2o.placement import Tier
-from flexgen_h2o.policy import MOST_ROWS, EvictionSpec, Policy
-from flexgen_h2o.policy_files import policy_to_json, write_policy
+from flexgen_h2o.basics import folders
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB, MOST_GB, gb
+from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command, unwritable
+from flexgen_h2o.plan.model_config import ModelConfig, from_folder, published
+from flexgen_h2o.plan.placement import Tier
+from flexgen_h2o.plan.policy import MOST_ROWS, EvictionSpec, Policy
+from flexgen_h2o.plan.policy_files import policy_to_json, write_policy
+from flexgen_h2o.plan.timeline import write_trace
 from flexgen_h2o.search.cost_model import LANES, CostModel, TimeModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost
 from flexgen_h2o.search.hardware import DTYPES, Hardware
@@ -24,8 +26,6 @@ from flexgen_h2o.search.report import summary
 from flexgen_h2o.search.search import BATCH_SIZES, Choices, find
 from flexgen_h2o.search.simulate import simulate
 from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job
-from flexgen_h2o.timeline import write_trace
-from flexgen_h2o.units import GB, MOST_GB, gb
 
 DESCRIPTION = """Finds the block size and the homes of weights, KV cache and hidden states that take the least time per
 token within the memory of a machine, with and without eviction. Every time and speed is a projection."""
@@ -279,11 +279,11 @@ def _this_machine(
     options: Options, asked: dict[Tier, float | None]
 ) -> tuple[Hardware, dict[Tier, float | None], Baselines]:
     """This machine as it is now."""
-    from flexgen_h2o.extents import free_disk_bytes
-    from flexgen_h2o.machine import process_baseline
-    from flexgen_h2o.platforms import DTYPES, choose_device, taken_on_gpu, tier_budgets
+    from flexgen_h2o.jobs.report import machine_name
+    from flexgen_h2o.machine.limits import process_baseline
+    from flexgen_h2o.machine.platform import DTYPES, choose_device, taken_on_gpu, tier_budgets
+    from flexgen_h2o.memory.extents import free_disk_bytes
     from flexgen_h2o.profiling.quick import find_or_measure
-    from flexgen_h2o.records import machine_name
 
     device = choose_device("auto")
     hardware = find_or_measure("auto", machine_name(device.type), device, Path(folders.OFFLOAD))

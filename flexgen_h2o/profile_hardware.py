@@ -6,9 +6,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from flexgen_h2o import folders
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command, unwritable
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics import folders
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command, unwritable
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
 from flexgen_h2o.search.hardware_files import default_folder, default_name, slug
 from flexgen_h2o.search.hardware_summary import summary
@@ -46,10 +46,10 @@ def main(argv: list[str]) -> int:
 
     from tqdm import tqdm
 
-    from flexgen_h2o.platforms import choose_device, setting_problems
+    from flexgen_h2o.jobs.report import environment
+    from flexgen_h2o.machine.platform import choose_device, setting_problems
     from flexgen_h2o.profiling.profile import measure
     from flexgen_h2o.profiling.settings import FULL, QUICK
-    from flexgen_h2o.records import environment
 
     flags.problems += setting_problems(device_name, "auto", {})
     if flags.problems:

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli import EXIT_FAILED, EXIT_OK, run_command
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.run_options import Options, read_flags
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import EXIT_FAILED, EXIT_OK, run_command
+from flexgen_h2o.commands.run_options import Options, read_flags
 
 DEFAULT_RANDOM_PROMPT_LEN = 512
 
 if TYPE_CHECKING:
-    from flexgen_h2o.batch import BatchJob, InputSizes, PromptSource
+    from flexgen_h2o.jobs.job import BatchJob, InputSizes, PromptSource
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.search.hardware import Hardware
 
@@ -21,15 +21,15 @@ def main(argv: list[str]) -> int:
     """Runs the command. Raises UsageError for what cannot work, before any weight is loaded."""
     options = read_flags(argv)
     # Loading torch takes a second, which --help and a mistyped flag need not wait for.
-    from flexgen_h2o.batch import BatchJob
+    from flexgen_h2o.engine.sampling import SamplingParams
+    from flexgen_h2o.jobs.job import BatchJob
+    from flexgen_h2o.jobs.metrics import MetricsFile
+    from flexgen_h2o.jobs.planning import Workload, predicted
+    from flexgen_h2o.jobs.record import stored_policy
+    from flexgen_h2o.jobs.report import machine_name, run_report, summary
+    from flexgen_h2o.jobs.results import open_results
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.metrics import MetricsFile
-    from flexgen_h2o.planning import Workload, predicted
-    from flexgen_h2o.records import machine_name, run_report, summary
-    from flexgen_h2o.results import open_results
-    from flexgen_h2o.resume import stored_policy
-    from flexgen_h2o.sampling import SamplingParams
-    from flexgen_h2o.timeline import write_trace
+    from flexgen_h2o.plan.timeline import write_trace
 
     params = SamplingParams(**options.params)
     metrics = None if options.metrics is None else MetricsFile(Path(options.metrics))
@@ -66,8 +66,8 @@ def main(argv: list[str]) -> int:
 
 def _rates(options: Options, llm: "LLM", may_measure: bool = False) -> "Hardware | None":
     """What is known of the machine that is planned for, or found out if it may be measured."""
+    from flexgen_h2o.jobs.report import machine_name
     from flexgen_h2o.profiling.quick import find_or_measure, known_rates
-    from flexgen_h2o.records import machine_name
 
     name = machine_name(llm.device.type)
     if options.hardware is None:
@@ -79,7 +79,7 @@ def _rates(options: Options, llm: "LLM", may_measure: bool = False) -> "Hardware
 
 def _choose_policy(options: Options, llm: "LLM", rates: "Hardware | None", sizes: "InputSizes") -> None:
     """Goes on with the policy that is the best for the machine."""
-    from flexgen_h2o.planning import Workload, choose_policy
+    from flexgen_h2o.jobs.planning import Workload, choose_policy
 
     num_prompts = None if _has_random_prompts(options, llm) else sizes.num_prompts
     work = Workload(sizes.prompt_len, options.params["max_new_tokens"], num_prompts)
@@ -96,7 +96,7 @@ def _use_threads(llm: "LLM", beside_streams: int) -> None:
 
 def _source(options: Options, llm: "LLM") -> "PromptSource":
     """Prompts as asked for: a file, random ones to measure speed with, or the built-in samples."""
-    from flexgen_h2o.batch import file_source, random_source, sample_source
+    from flexgen_h2o.jobs.job import file_source, random_source, sample_source
 
     if options.input is not None:
         return file_source(options.input)

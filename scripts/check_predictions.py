@@ -18,8 +18,8 @@ from typing import Any
 
 from measured_runs import ROOT, command_of, measured_run
 
-from flexgen_h2o.records import append_record
-from flexgen_h2o.units import GB
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.jobs.report import append_record
 
 RESULTS = ROOT / "results" / "predictions.jsonl"
 CAP = "1500M"

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.kvcache.eviction import RULES
-from flexgen_h2o.model_config import published
-from flexgen_h2o.placement import Percent
-from flexgen_h2o.platforms import Platform
-from flexgen_h2o.policy import EvictionSpec, Policy
-from flexgen_h2o.runtime import STAGED_BYTES, RunSizes
-from flexgen_h2o.runtime import predict as ledger_of
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.engine.assemble import STAGED_BYTES, RunSizes
+from flexgen_h2o.engine.assemble import predict as ledger_of
+from flexgen_h2o.kvcache.eviction.rules import RULES
+from flexgen_h2o.machine.platform import Platform
+from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.plan.placement import Percent
+from flexgen_h2o.plan.policy import EvictionSpec, Policy
 from flexgen_h2o.search.cost_model import LANES, CostModel
 from flexgen_h2o.search.hardware import Hardware, read_hardware
 from flexgen_h2o.search.published import compare, read_rows, table
 from flexgen_h2o.search.search import Found, predict, search
 from flexgen_h2o.search.simulate import simulate
 from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job
-from flexgen_h2o.units import GB
 
 ROOT = Path(__file__).parent.parent
 BUDGETS = {"gpu": 15.0 * GB, "cpu": 204.0 * GB, "disk": 0.0}

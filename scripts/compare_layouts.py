@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from flexgen_h2o.bench.attention import take_turns
-from flexgen_h2o.direct_io import aligned_bytes
+from flexgen_h2o.jobs.report import append_record
 from flexgen_h2o.kernels import onednn
 from flexgen_h2o.kernels.matrices import MatrixLayout, PanelLayout, QuantisedPanelLayout, QuantisedRowLayout
-from flexgen_h2o.platforms import DTYPES
-from flexgen_h2o.records import append_record
+from flexgen_h2o.machine.platform import DTYPES
+from flexgen_h2o.memory.direct_io import aligned_bytes
 
 RESULTS = Path(__file__).parent.parent / "results" / "gemm_layouts.jsonl"
 WEIGHT_BYTES = 512 * 2**20

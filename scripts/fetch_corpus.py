@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexgen_h2o.cli import EXIT_OK, Parser, run_command
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import EXIT_OK, Parser, run_command
 
 DEBIAN = ("r-cran-janeaustenr", "bible-kjv", "bible-kjv-text")
 NOVELS = "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"

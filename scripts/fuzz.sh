@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 export FUZZ_SECONDS=${1:-600}
-exec .venv/bin/python -m pytest -m slow -s tests/test_fuzz.py
+exec .venv/bin/python -m pytest -m slow -s tests/commands/test_fuzz.py

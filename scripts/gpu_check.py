@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.records import append_record
+from flexgen_h2o.jobs.report import append_record
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "gpu" / "gpu_check.jsonl"
@@ -41,7 +41,7 @@ PEERS = (
 
 def correctness() -> dict[str, Any]:
     """The tests that need a GPU; their closing line."""
-    tests = ["tests/test_cuda.py", "tests/kernels/test_triton.py", "tests/kernels/test_triton_products.py"]
+    tests = ["tests/engine/test_cuda.py", "tests/kernels/test_triton.py", "tests/kernels/test_triton_products.py"]
     # What compiles kernels for a GPU that is not there has nothing to say where one is.
     command = [sys.executable, "-m", "pytest", *tests, "-k", "not compile_for_a_gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

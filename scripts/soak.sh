@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 export SOAK_SECONDS=${1:-600} KILLS=${2:-50}
-exec .venv/bin/python -m pytest -m slow -s tests/test_soak.py
+exec .venv/bin/python -m pytest -m slow -s tests/jobs/test_soak.py

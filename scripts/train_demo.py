@@ -23,9 +23,9 @@ from demo_training.documents import Mix
 from demo_training.loop import Recipe, Training, append_line
 from demo_training.model import Shape, save_model
 
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.records import environment
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command
+from flexgen_h2o.jobs.report import environment
 
 SMALL = Recipe(
     shape=Shape(layers=4, hidden=256, heads=8, context=512, vocab=4096),

@@ -8,14 +8,14 @@ FLAGS are those of `python -m flexgen_h2o.run`, with --prompt-len and --percent;
 import json
 import sys
 
-from flexgen_h2o.cli import EXIT_OK, run_command
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import random_requests
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.commands.run_options import read_flags
+from flexgen_h2o.engine.generate import random_requests
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs.report import machine_name, run_report
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.profiling.quick import known_rates
-from flexgen_h2o.records import machine_name, run_report
-from flexgen_h2o.run_options import read_flags
-from flexgen_h2o.sampling import SamplingParams
 
 
 def main(argv: list[str]) -> int:

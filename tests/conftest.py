@@ -13,15 +13,15 @@ import torch
 os.environ["TRITON_INTERPRET"] = str(int(not torch.cuda.is_available()))
 
 import pytest
-from helpers import TinyOpt, place
 from hypothesis import settings
-from tiny_models import make_tiny_opt, save_tiny_opt
+from support.helpers import TinyOpt, place
+from support.tiny_models import make_tiny_opt, save_tiny_opt
 
-from flexgen_h2o import model_config
-from flexgen_h2o.checkpoints import open_checkpoint
+from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.plan import model_config
 from flexgen_h2o.profiling import quick
 from flexgen_h2o.search.hardware_files import default_folder
-from flexgen_h2o.weight_sources import checkpoint_source
+from flexgen_h2o.weights.sources import checkpoint_source
 
 torch.set_num_threads(1)  # tensors this small are slower on several
 

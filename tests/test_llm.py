@@ -10,16 +10,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import dense
-from reference import ReferenceRule, reference_generate
-from tiny_models import make_tiny_opt, save_tiny_opt
+from support.helpers import dense
+from support.reference import ReferenceRule, reference_generate
+from support.tiny_models import make_tiny_opt, save_tiny_opt
 from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, GenerationOutput, SamplingParams
-from flexgen_h2o.checkpoints import DEMO_FOLDER
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.llm import DTYPES
-from flexgen_h2o.schedule import OUTER
+from flexgen_h2o.models.checkpoint import DEMO_FOLDER
+from flexgen_h2o.plan.schedule import OUTER
 
 TEXTS = [
     "The captain looked at the sea and said,",
@@ -285,7 +285,7 @@ def test_a_stop_string_may_be_split_over_several_tokens(full: LLM) -> None:
 
 def test_special_tokens_do_not_hide_a_stop_string(full: LLM) -> None:
     """With eos ignored it can stand inside a stop string, where it has no text."""
-    from flexgen_h2o.generation import Request, Sampler
+    from flexgen_h2o.engine.generate import Request, Sampler
 
     assert full.tokenizer is not None
     first, second = (full.tokenizer.encode_part(text)[0] for text in (" silver", " window"))

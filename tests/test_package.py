@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import ROOT, environment
+from support.commands import ROOT, environment
 
-from flexgen_h2o import convert, evaluate, policy_search, profile_hardware, run_options
+from flexgen_h2o import convert, evaluate, policy_search, profile_hardware
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench import __main__ as bench
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.commands import run_options
 
 PACKAGE = ROOT / "flexgen_h2o"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -86,17 +87,17 @@ def test_no_module_imports_itself_through_others() -> None:
 @pytest.mark.parametrize(
     ("lower", "upper"),
     [
-        ("flexgen_h2o.engine", "flexgen_h2o.llm"),
-        ("flexgen_h2o.engine", "flexgen_h2o.runtime"),
-        ("flexgen_h2o.transfer", "flexgen_h2o.weights"),
-        ("flexgen_h2o.kvcache.buffer", "flexgen_h2o.engine"),
-        ("flexgen_h2o.kvcache.attention", "flexgen_h2o.policy"),
-        ("flexgen_h2o.layers", "flexgen_h2o.kvcache.buffer"),
-        ("flexgen_h2o.weights", "flexgen_h2o.engine"),
-        ("flexgen_h2o.sampling", "flexgen_h2o.engine"),
-        ("flexgen_h2o.llm", "flexgen_h2o.batch"),
+        ("flexgen_h2o.engine.loop", "flexgen_h2o.llm"),
+        ("flexgen_h2o.engine.loop", "flexgen_h2o.engine.assemble"),
+        ("flexgen_h2o.memory.transfer", "flexgen_h2o.weights.store"),
+        ("flexgen_h2o.kvcache.buffer", "flexgen_h2o.engine.loop"),
+        ("flexgen_h2o.kvcache.attention", "flexgen_h2o.plan.policy"),
+        ("flexgen_h2o.models.layers", "flexgen_h2o.kvcache.buffer"),
+        ("flexgen_h2o.weights.store", "flexgen_h2o.engine.loop"),
+        ("flexgen_h2o.engine.sampling", "flexgen_h2o.engine.loop"),
+        ("flexgen_h2o.llm", "flexgen_h2o.jobs.job"),
         ("flexgen_h2o.llm", "flexgen_h2o.evaluation.compare"),
-        ("flexgen_h2o.llm", "flexgen_h2o.cli"),
+        ("flexgen_h2o.llm", "flexgen_h2o.commands.command"),
     ],
 )
 def test_what_lies_below_does_not_know_what_lies_above(lower: str, upper: str) -> None:

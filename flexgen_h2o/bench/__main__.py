@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench.sweep_command import REPORT, SWEEP, add_report, add_sweep, report, sweep
-from flexgen_h2o.cli import EXIT_OK, Flags, Parser, run_command
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.model_config import ModelConfig, published
+from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command
+from flexgen_h2o.plan.model_config import ModelConfig, published
 
 DTYPES = ("float16", "bfloat16", "float32")
 KV_DTYPES = (*DTYPES, "4-bit")
@@ -186,7 +186,7 @@ def _report(
     args: argparse.Namespace, argv: list[str], result: dict[str, Any], summary: Callable[[dict[str, Any]], str]
 ) -> int:
     """Prints a result, and keeps it if asked to."""
-    from flexgen_h2o.records import append_record
+    from flexgen_h2o.jobs.report import append_record
 
     try:
         print(json.dumps(result) if args.json else summary(result), flush=True)

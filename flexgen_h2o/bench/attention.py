@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.direct_io import aligned_bytes
+from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.kernels import native
 from flexgen_h2o.kernels.decode import attend_with_torch, attention_path, describe
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, UnitShape
-from flexgen_h2o.kvcache.eviction import Local
+from flexgen_h2o.kvcache.eviction.rules import Local
+from flexgen_h2o.memory.direct_io import aligned_bytes
 from flexgen_h2o.profiling import attention as units
-from flexgen_h2o.units import GB
 
 IN_4_BITS = "4-bit"
 QUERY_IN_4_BITS = torch.bfloat16  # what the products with 4-bit keys are quickest with

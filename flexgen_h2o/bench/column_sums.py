@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
+from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.bench.models import model_facts, no_padding, random_model
-from flexgen_h2o.engine import Engine, PromptBlock
-from flexgen_h2o.generation import Greedy
+from flexgen_h2o.engine.assemble import RunSizes
+from flexgen_h2o.engine.generate import Greedy
+from flexgen_h2o.engine.loop import Engine, PromptBlock
 from flexgen_h2o.kvcache.attention import prefill_attention, prefill_attention_bytes
-from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Sink
-from flexgen_h2o.machine import peak_resident_bytes, resident_bytes
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.platforms import DTYPES
+from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Sink
+from flexgen_h2o.machine.limits import peak_resident_bytes, resident_bytes
+from flexgen_h2o.machine.platform import DTYPES
+from flexgen_h2o.memory.workspace import Workspace
+from flexgen_h2o.plan.model_config import ModelConfig
 from flexgen_h2o.profiling.timing import compute_threads
-from flexgen_h2o.runtime import RunSizes
-from flexgen_h2o.units import GB
-from flexgen_h2o.workspace import Workspace
 
 KEPT_SHARE = 0.1  # heavy and recent entries, each of the prompt
 LONG_HEADS, LONG_HEAD_DIM = 4, 64  # of the long prompt's attention

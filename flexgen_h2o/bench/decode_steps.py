@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.bench.checkpoint import config_values
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.bench.models import CPU, fill_cache, fill_parameter, model_facts, random_model
-from flexgen_h2o.block_work import BlockStart, PromptBlock
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import Greedy
+from flexgen_h2o.bench.published_models import config_values
+from flexgen_h2o.engine.assemble import RunSizes, Runtime
+from flexgen_h2o.engine.block import BlockStart, PromptBlock
+from flexgen_h2o.engine.generate import Greedy
 from flexgen_h2o.kernels.decode import attention_path
-from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full
-from flexgen_h2o.machine import resident_bytes, return_freed_memory, usable_memory
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.platforms import DTYPES
+from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full
+from flexgen_h2o.machine.limits import resident_bytes, return_freed_memory, usable_memory
+from flexgen_h2o.machine.platform import DTYPES
+from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.schedule import OUTER
 from flexgen_h2o.profiling.timing import compute_threads, fill
-from flexgen_h2o.runtime import RunSizes, Runtime
-from flexgen_h2o.schedule import OUTER
-from flexgen_h2o.units import GB
 
 ENGINES = ("h2o", "full", "transformers")
 REGION_SHARE = 0.1  # heavy and recent entries, each of the whole sequence

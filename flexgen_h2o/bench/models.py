@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.engine import Engine
+from flexgen_h2o.engine.assemble import Runtime
+from flexgen_h2o.engine.loop import Engine
 from flexgen_h2o.kernels.matrices import best_layout
 from flexgen_h2o.kvcache.buffer import Padding
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.platforms import Platform
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.machine.platform import Platform
+from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.profiling.timing import fill
-from flexgen_h2o.runtime import Runtime
-from flexgen_h2o.weight_sources import DUMMY_STD
+from flexgen_h2o.weights.sources import DUMMY_STD
 
 CPU = torch.device("cpu")
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench.drivers.common import ENGINES
 from flexgen_h2o.bench.paths import OFFLOAD, ROOT
 from flexgen_h2o.bench.rows import result_row
-from flexgen_h2o.errors import UsageError
 
 GRACE_S = 10.0  # for a process to end by itself before it is killed
 PAUSE_S = 0.3  # OpenMP's threads go on spinning for up to 0.2 s after an engine's last product

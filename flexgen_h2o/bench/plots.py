@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench.grid import FULL
 from flexgen_h2o.bench.trials import Group, Row
-from flexgen_h2o.errors import UsageError
 
 INCHES = (4.4, 3.3)  # a phone shows it at about its own size
 WITHIN = 0.15  # band around what was predicted

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.bench.plots import Plot
 from flexgen_h2o.bench.trials import Group, Row
-from flexgen_h2o.units import GB
 
 HEADS = (
     "engine",

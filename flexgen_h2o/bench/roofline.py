@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.direct_io import DirectFile, aligned_bytes
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.jobs.report import machine_name
+from flexgen_h2o.memory.direct_io import DirectFile, aligned_bytes
 from flexgen_h2o.profiling.quick import known_rates
-from flexgen_h2o.records import machine_name
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.limits import PhaseWork, resource_seconds
 from flexgen_h2o.search.rates import Rate

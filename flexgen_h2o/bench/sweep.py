@@ -10,12 +10,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.bench.checkpoint import published_checkpoint
 from flexgen_h2o.bench.grid import CLIMB, COMPARE, OURS, Contender, Entry, Plan, Setting
 from flexgen_h2o.bench.peers import PeerJob, alternate
+from flexgen_h2o.bench.published_models import published_checkpoint
 from flexgen_h2o.bench.roofline import Rooflines, in_bytes
-from flexgen_h2o.machine import usable_memory
-from flexgen_h2o.model_config import from_folder
+from flexgen_h2o.machine.limits import usable_memory
+from flexgen_h2o.plan.model_config import from_folder
 
 FIRST_BATCH = 8
 LEAST_GAIN = 1.05

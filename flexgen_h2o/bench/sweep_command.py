@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.basics.errors import UsageError, add_note
 from flexgen_h2o.bench.grid import BITS, Plan, Setting, contenders
-from flexgen_h2o.cli import EXIT_FAILED, EXIT_OK, Flags, unwritable
-from flexgen_h2o.errors import UsageError, add_note
-from flexgen_h2o.model_config import published
+from flexgen_h2o.commands.command import EXIT_FAILED, EXIT_OK, Flags, unwritable
+from flexgen_h2o.plan.model_config import published
 
 AUTO = "auto"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -74,7 +74,7 @@ def sweep(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from tqdm import tqdm
 
     from flexgen_h2o.bench.sweep import Sweep
-    from flexgen_h2o.records import append_record
+    from flexgen_h2o.jobs.report import append_record
 
     known = _known(output) if args.resume else []
     command = shlex.join(["python", "-m", "flexgen_h2o.bench", *(word for word in argv if word != "--resume")])
@@ -200,7 +200,7 @@ def told(record: dict[str, Any]) -> str:
 def _known(output: Path) -> list[dict[str, Any]]:
     """Records in a file that were made by the code as it is now."""
     from flexgen_h2o.bench.trials import trials_in
-    from flexgen_h2o.records import environment
+    from flexgen_h2o.jobs.report import environment
 
     now = environment()
     if now["git_dirty"]:

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.bench.grid import COMPARE, OURS
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import GB
 
 SETTING = ("model", "prompt_len", "gen_len", "threads", "device", "memory", "disk_read")
 Record = Mapping[str, Any]

@@ -6,10 +6,10 @@ again. Every policy answers the same prompt; all but the full cache keep a fifth
 
 from pathlib import Path
 
-from flexgen_h2o.cli import EXIT_OK, run_command
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.policy import DEFAULT_SINKS
-from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.plan.policy import DEFAULT_SINKS
 
 NOVEL = Path(__file__).parent / "heldout" / "austen5.txt"
 NOVEL_CHARACTERS = 800  # about two hundred tokens

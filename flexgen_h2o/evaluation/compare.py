@@ -11,8 +11,8 @@ from flexgen_h2o.evaluation.policies import Policy, entries_of, policy_for
 from flexgen_h2o.evaluation.recall import RecallSet
 from flexgen_h2o.evaluation.scoring import ContinuationScores, Judge, join
 from flexgen_h2o.evaluation.statistics import difference, estimate, perplexity, perplexity_change
-from flexgen_h2o.kvcache.eviction import EvictionRule, Full
-from flexgen_h2o.policy import Policy as RunPolicy
+from flexgen_h2o.kvcache.eviction.rules import EvictionRule, Full
+from flexgen_h2o.plan.policy import Policy as RunPolicy
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen_h2o.block_work import pad_prompts
-from flexgen_h2o.engine import Engine
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.engine.assemble import RunSizes
+from flexgen_h2o.engine.block import pad_prompts
+from flexgen_h2o.engine.loop import Engine
 from flexgen_h2o.evaluation.policies import POLICIES, Budget
-from flexgen_h2o.kvcache.eviction import EvictionRule
+from flexgen_h2o.kvcache.eviction.rules import EvictionRule
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.policy import DEFAULT_SINKS
-from flexgen_h2o.runtime import RunSizes
+from flexgen_h2o.plan.policy import DEFAULT_SINKS
 
 LEAST_ENTRIES = DEFAULT_SINKS + 2  # of any context, however short, so that every policy has recent ones
 

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexgen_h2o.checkpoints import DEMO_FOLDER
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.recall import KINDS, RecallSet, RecallWriter
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 
 HELDOUT_FOLDER = Path(__file__).parent.parent / "demo" / "heldout"
 PROMPT_LEN, CONTINUATION_LEN = 384, 128

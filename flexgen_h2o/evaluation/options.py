@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen_h2o.cli import Flags, Parser
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.commands.command import Flags, Parser
 
 COMPARISONS = {
     "perplexity": "of the text after a prompt, and agreement of the predictions with the full cache's",

@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flexgen_h2o import layers
-from flexgen_h2o.layers import Parameters
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.workspace import Workspace
+from flexgen_h2o.memory.workspace import Workspace
+from flexgen_h2o.models import layers
+from flexgen_h2o.models.layers import Parameters
+from flexgen_h2o.plan.model_config import ModelConfig
 
 # Logits of attention that are held at once, rows x heads x queries x columns.
 LOGITS_AT_ONCE = 2**22

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.plain import PlainPolicy
 from flexgen_h2o.evaluation.plain_policies import Mean, Oracle, Pyramid, Random, TopK, TopKHeavy
-from flexgen_h2o.kvcache.eviction import (
+from flexgen_h2o.kvcache.eviction.rules import (
     H2O,
     EvictionRule,
     Fixed,
@@ -21,7 +21,7 @@ from flexgen_h2o.kvcache.eviction import (
     Strided,
     StridedHeavy,
 )
-from flexgen_h2o.policy import DEFAULT_SINKS
+from flexgen_h2o.plan.policy import DEFAULT_SINKS
 
 FIXED_BLOCK = 128
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexgen_h2o.evaluation.scoring import ContinuationScores
-from flexgen_h2o.tokenizer import Tokenizer
+from flexgen_h2o.models.tokenizer import Tokenizer
 
 RecallKind = Literal["hot", "before", "never", "in_prompt"]
 KINDS: tuple[RecallKind, ...] = get_args(RecallKind)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen_h2o.engine import Engine, PromptBlock
+from flexgen_h2o.engine.assemble import RunSizes
+from flexgen_h2o.engine.loop import Engine, PromptBlock
 from flexgen_h2o.evaluation.plain import PlainModel, PlainPolicy, PlainPrompt
-from flexgen_h2o.kvcache.eviction import EvictionRule
-from flexgen_h2o.layers import Parameters
+from flexgen_h2o.kvcache.eviction.rules import EvictionRule
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.runtime import RunSizes
-from flexgen_h2o.schedule import OUTER
+from flexgen_h2o.models.layers import Parameters
+from flexgen_h2o.plan.schedule import OUTER
 
 
 @dataclass(frozen=True)

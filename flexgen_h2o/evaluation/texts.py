@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from flexgen_h2o.generation import GenerationOutput, KeepsNothing, Request, RunTotals, generate_block
-from flexgen_h2o.kvcache.eviction import EvictionRule
+from flexgen_h2o.engine.assemble import RunSizes
+from flexgen_h2o.engine.generate import GenerationOutput, KeepsNothing, Request, RunTotals, generate_block
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.kvcache.eviction.rules import EvictionRule
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.runtime import RunSizes
-from flexgen_h2o.sampling import SamplingParams
 
 
 def generate(

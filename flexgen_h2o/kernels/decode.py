@@ -14,10 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-from flexgen_h2o import quant
-from flexgen_h2o.footprint import QUANTISED_AT_ONCE
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels import native
 from flexgen_h2o.kernels.fastest import HAS_TRITON, Fastest
+from flexgen_h2o.plan.footprint import QUANTISED_AT_ONCE
 
 _operators = torch.library.Library("flexgen_h2o", "DEF")
 _operators.define(

@@ -10,10 +10,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flexgen_h2o import quant, quant_format
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels import native
 from flexgen_h2o.kernels.native import pointer, set_product
-from flexgen_h2o.quant_format import LEVELS
+from flexgen_h2o.plan import four_bit_sizes as quant_format
+from flexgen_h2o.plan.four_bit_sizes import LEVELS
 
 STRIP = 16  # outputs side by side
 PRODUCTS = {torch.float32: 1, torch.bfloat16: 2}  # the path from which on there is a product of few rows

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.kernels.triton_quant import PRECISIONS, ranges
-from flexgen_h2o.quant_format import GROUP, entry_bytes, groups_of
+from flexgen_h2o.plan.four_bit_sizes import GROUP, entry_bytes, groups_of
 
 # With more rows, entries would be read more than twice, and a product with restored values is bound by arithmetic.
 MOST_ROWS = 128

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexgen_h2o.quant_format import GROUP, LEVELS
+from flexgen_h2o.plan.four_bit_sizes import GROUP, LEVELS
 
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)  # that the kernels compute with, or read and write
 _GROUP = tl.constexpr(GROUP)

@@ -6,11 +6,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flexgen_h2o import footprint
-from flexgen_h2o.footprint import PREFILL_LOGITS
 from flexgen_h2o.kernels import decode
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
-from flexgen_h2o.workspace import ALIGNMENT, Workspace
+from flexgen_h2o.memory.workspace import ALIGNMENT, Workspace
+from flexgen_h2o.plan import footprint
+from flexgen_h2o.plan.footprint import PREFILL_LOGITS
 
 # Queries attend to a prefix of the keys, which ends at one of so many columns at most. oneDNN makes code for every
 # shape that it meets, and keeps it: with a shape for every chunk, a long prompt's took 3 GB.

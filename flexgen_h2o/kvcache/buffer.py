@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexgen_h2o.footprint import QUANTISED_AT_ONCE
 from flexgen_h2o.kernels import decode, quantised
-from flexgen_h2o.kvcache.eviction import EvictionRule, choose_heavy
-from flexgen_h2o.quant_format import entry_bytes
+from flexgen_h2o.kvcache.eviction.rules import EvictionRule, choose_heavy
+from flexgen_h2o.plan.footprint import QUANTISED_AT_ONCE
+from flexgen_h2o.plan.four_bit_sizes import entry_bytes
 
 EMPTY = -math.inf
 ALIGNMENT = 4  # bytes; of scores, the widest elements

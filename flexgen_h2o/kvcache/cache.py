@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.disk import RunFolder
-from flexgen_h2o.extents import Extent
+from flexgen_h2o.basics.memory_sizes import whole_pages
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction import EvictionRule
-from flexgen_h2o.placement import Tier
-from flexgen_h2o.schedule import LoadCache
-from flexgen_h2o.tiers import Stored, Tiers
-from flexgen_h2o.transfer import Ticket, Transfer, start_load, start_store
-from flexgen_h2o.units import whole_pages
+from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.memory.extents import Extent
+from flexgen_h2o.memory.run_folder import RunFolder
+from flexgen_h2o.memory.tiers import Stored, Tiers
+from flexgen_h2o.memory.transfer import Ticket, Transfer, start_load, start_store
+from flexgen_h2o.plan.placement import Tier
+from flexgen_h2o.plan.schedule import LoadCache
 
 LEDGER_LINE = "KV cache"
 WORKING_LINE = "KV working buffers"

@@ -7,13 +7,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from flexgen_h2o import quant
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.platforms import default_dtype, dtype_name
+from flexgen_h2o.kvcache.eviction.rules import H2O
+from flexgen_h2o.machine.platform import default_dtype, dtype_name
+from flexgen_h2o.memory.workspace import Workspace, padded
 from flexgen_h2o.profiling.timing import Stopwatch, fill
-from flexgen_h2o.workspace import Workspace, padded
 
 HIDDEN_SIZE = 2048  # heads x head_dim of a row: OPT-1.3b's
 

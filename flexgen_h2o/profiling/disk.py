@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.direct_io import DirectFile, aligned_bytes
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.extents import free_disk_bytes
-from flexgen_h2o.units import PAGE, gb, whole_pages
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import PAGE, gb, whole_pages
+from flexgen_h2o.memory.direct_io import DirectFile, aligned_bytes
+from flexgen_h2o.memory.extents import free_disk_bytes
 
 SHIFT = 0x9E3779B97F4A7C1  # odd, so that bytes come again only after 2**64 shifts
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.block_work import PromptBlock
-from flexgen_h2o.engine import Engine
-from flexgen_h2o.generation import Greedy
+from flexgen_h2o.engine.assemble import RunSizes, Runtime
+from flexgen_h2o.engine.block import PromptBlock
+from flexgen_h2o.engine.generate import Greedy
+from flexgen_h2o.engine.loop import Engine
 from flexgen_h2o.kernels.matrices import MatrixLayout, best_layout
-from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.model_config import ModelConfig, published
-from flexgen_h2o.platforms import Platform
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.kvcache.eviction.rules import H2O
+from flexgen_h2o.machine.platform import Platform
+from flexgen_h2o.plan.model_config import ModelConfig, published
+from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.schedule import Attend, Choose, Finish, Project
+from flexgen_h2o.plan.timeline import Span
 from flexgen_h2o.profiling.free_matrices import FreeLayout
-from flexgen_h2o.runtime import RunSizes, Runtime
-from flexgen_h2o.schedule import Attend, Choose, Finish, Project
-from flexgen_h2o.timeline import Span
 
 CPU = torch.device("cpu")
 HEAD_DIM = 64

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.direct_io import aligned_bytes
+from flexgen_h2o.memory.direct_io import aligned_bytes
+from flexgen_h2o.memory.workspace import Workspace
 from flexgen_h2o.profiling.timing import Stopwatch, compute_threads, fill
-from flexgen_h2o.workspace import Workspace
 
 
 @dataclass(frozen=True)

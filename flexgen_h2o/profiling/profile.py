@@ -8,10 +8,12 @@ from typing import Any
 import psutil
 import torch
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.extents import free_disk_bytes
-from flexgen_h2o.machine import bound_kernel_caches, return_freed_memory, usable_memory
-from flexgen_h2o.platforms import default_dtype
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import gb
+from flexgen_h2o.machine.limits import bound_kernel_caches, return_freed_memory, usable_memory
+from flexgen_h2o.machine.platform import default_dtype
+from flexgen_h2o.memory.extents import free_disk_bytes
+from flexgen_h2o.memory.workspace import Workspace
 from flexgen_h2o.profiling.attention import Attention, attention_bytes
 from flexgen_h2o.profiling.disk import Disk, TestFile, check_folder
 from flexgen_h2o.profiling.gemm import Gemm, WeightSet, native_dtypes, products_bytes, weight_sets
@@ -23,8 +25,6 @@ from flexgen_h2o.profiling.threads import ROWS, ThreadSplit, best_threads, candi
 from flexgen_h2o.profiling.timing import Advance, Stopwatch, Subject, collect
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.rates import UNITS
-from flexgen_h2o.units import gb
-from flexgen_h2o.workspace import Workspace
 
 SPREAD = "interquartile range of the trials over their median; or the change since the measurement before, if larger"
 HOST = torch.device("cpu")

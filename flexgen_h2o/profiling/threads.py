@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from flexgen_h2o.direct_io import REQUEST_BYTES
-from flexgen_h2o.extents import host_bytes
+from flexgen_h2o.memory.direct_io import REQUEST_BYTES
+from flexgen_h2o.memory.extents import host_bytes
+from flexgen_h2o.memory.workspace import Workspace
 from flexgen_h2o.profiling.disk import TestFile
 from flexgen_h2o.profiling.gemm import Products, WeightSet
 from flexgen_h2o.profiling.timing import compute_threads
 from flexgen_h2o.search.rates import Rate
-from flexgen_h2o.workspace import Workspace
 
 ROWS = 32
 # Scores that differ by less are taken as equal; then more threads compute.

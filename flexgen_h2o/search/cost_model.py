@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from flexgen_h2o.placement import Shares
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.plan.placement import Shares
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.layer_times import choice_s, decode_layer_s, prefill_layer_s
 from flexgen_h2o.search.limits import FOUR_BITS, decode_flops, live_slots, prefill_flops

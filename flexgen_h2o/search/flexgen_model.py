@@ -17,10 +17,10 @@ weights on the GPU, 4 bits, KV on disk) are missed by up to a factor of five:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.placement import Percent, Shares
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.quant_format import entry_bytes
+from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.placement import Percent, Shares
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import Split
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.sizes import Job, MemoryPlan

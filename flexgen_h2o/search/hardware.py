@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.json_files import read_json
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.json_files import read_json
 from flexgen_h2o.search.rates import Rate, rate_from_json, rate_problems
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int4": 4.5 / 8}  # with scales and minima

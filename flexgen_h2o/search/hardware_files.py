@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o import folders
+from flexgen_h2o.basics import folders
 from flexgen_h2o.search.hardware import Hardware, read_hardware
 
 ROOT = Path(__file__).parent.parent.parent

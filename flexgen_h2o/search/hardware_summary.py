@@ -1,7 +1,7 @@
 """A machine's rates for people."""
 
+from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.units import GB
 
 SHOWN = {  # unit of a rate: what it is divided by, and the unit it is shown in
     "FLOP/s": (1e9, "GFLOP/s"),

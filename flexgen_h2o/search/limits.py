@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.model_config import ModelConfig, is_matrix
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.quant_format import entry_bytes
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.model_config import ModelConfig, is_matrix
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.hardware import Hardware
 
 FOUR_BITS = "int4"  # the name of that precision among rates

@@ -13,11 +13,11 @@ from typing import Any
 
 import pulp
 
-from flexgen_h2o.placement import TIERS, Percent, Shares, Tier
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.plan.placement import TIERS, Percent, Shares, Tier
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import Split, TimeModel
 from flexgen_h2o.search.sizes import Job, passing_bytes, workspace_needs
-from flexgen_h2o.units import GB
 
 SCALE = 1000  # of the reciprocal of the number of sub-batches: solvers allow errors of 1e-7
 NOTHING: Shares = (0.0, 0.0, 0.0)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-from flexgen_h2o.placement import Tier, small_first
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.schedule import OUTER, Attend, BlockShape, Choose, Finish, Group, Operation, Project
+from flexgen_h2o.plan.placement import Tier, small_first
+from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.schedule import OUTER, Attend, BlockShape, Choose, Finish, Group, Operation, Project
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.layer_times import choice_s, decode_layer_s, prefill_layer_s
 from flexgen_h2o.search.limits import FOUR_BITS, head_elements, layer_elements, live_slots

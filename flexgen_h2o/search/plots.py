@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.placement import TIERS
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.plan.placement import TIERS
 from flexgen_h2o.search.cost_model import TimeModel
 from flexgen_h2o.search.predict import Budgets, Found
 from flexgen_h2o.search.search import Choices, search
-from flexgen_h2o.units import GB
 
 POINTS = 8  # block sizes on the way to the largest
 

@@ -7,8 +7,8 @@ by policy, with the times and bytes that these really have.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexgen_h2o.placement import Percent
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.plan.placement import Percent
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import TimeModel
 from flexgen_h2o.search.lp import PARTS
 from flexgen_h2o.search.predict import Budgets, Found, predict, seconds_per_token

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexgen_h2o.placement import Tier
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.plan.placement import Tier
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import TimeModel
 from flexgen_h2o.search.projection import Projection
 from flexgen_h2o.search.sizes import MemoryPlan

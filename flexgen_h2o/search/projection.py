@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen_h2o.placement import TIERS, Tier
+from flexgen_h2o.plan.placement import TIERS, Tier
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """A search's result for people."""
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.placement import TIERS
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.plan.placement import TIERS
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.predict import Found
 from flexgen_h2o.search.sizes import Job
-from flexgen_h2o.units import GB
 
 
 def summary(job: Job, hardware: Hardware, found: Found, full: Found | UsageError) -> str:

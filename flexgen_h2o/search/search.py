@@ -11,16 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.placement import Percent, Shares, Tier
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.plan.placement import Percent, Shares, Tier
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import TimeModel
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.lp import PARTS, Candidate, Optimum, Program
 from flexgen_h2o.search.polish import Freedom, polish
 from flexgen_h2o.search.predict import Budgets, Found, predict
 from flexgen_h2o.search.sizes import Job, MemoryPlan
-from flexgen_h2o.units import GB
 
 BATCH_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 GROUPS = (1, 2, 4, 8)

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flexgen_h2o.placement import Tier, spread
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.schedule import (
+from flexgen_h2o.plan.placement import Tier, spread
+from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.schedule import (
     OUTER,
     Attend,
     BlockShape,
@@ -35,12 +35,12 @@ from flexgen_h2o.schedule import (
     telling_steps,
     zigzag,
 )
+from flexgen_h2o.plan.timeline import Span
 from flexgen_h2o.search.cost_model import CostModel, TimeModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost, combine
 from flexgen_h2o.search.operations import OperationTimes
 from flexgen_h2o.search.projection import Projection
 from flexgen_h2o.search.sizes import MemoryPlan
-from flexgen_h2o.timeline import Span
 
 
 @dataclass(frozen=True)

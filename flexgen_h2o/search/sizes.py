@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o import footprint
-from flexgen_h2o.footprint import DECODED_BYTES, GPU_PREFILL_LOGITS, PREFILL_LOGITS, RESULT_BYTES
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.placement import TIERS, Shares, Tier, place_weights, spread_counts
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.quant_format import entry_bytes
+from flexgen_h2o.basics.memory_sizes import whole_huge_pages, whole_pages
+from flexgen_h2o.plan import footprint
+from flexgen_h2o.plan.footprint import DECODED_BYTES, GPU_PREFILL_LOGITS, PREFILL_LOGITS, RESULT_BYTES
+from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.placement import TIERS, Shares, Tier, place_weights, spread_counts
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.hardware import ITEMSIZES
 from flexgen_h2o.search.weight_plan import PlacedWeights, WeightForm, place
-from flexgen_h2o.units import whole_huge_pages, whole_pages
 
 STATE_BYTES = 8  # of a slot: score and column
 LOGITS = {"cpu": PREFILL_LOGITS, "cuda": GPU_PREFILL_LOGITS}

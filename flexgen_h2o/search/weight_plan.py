@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from flexgen_h2o.model_config import ModelConfig, Shapes
-from flexgen_h2o.placement import TIERS, Shares, Tier, WeightHomes, place_weights, small_first
-from flexgen_h2o.quant_format import entry_bytes
-from flexgen_h2o.units import whole_pages
+from flexgen_h2o.basics.memory_sizes import whole_pages
+from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.model_config import ModelConfig, Shapes
+from flexgen_h2o.plan.placement import TIERS, Shares, Tier, WeightHomes, place_weights, small_first
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.recall import NAMES, QUESTION, STATEMENT, WORDS
 
 HELD_OUT = 0.06

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from demo_training.corpus import LEADING_ID, SPECIAL
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.recall import END, NAMES, QUESTION, STATEMENT, WORDS, WORDS_PER_PASSWORD, passage
 
 ANSWER_WEIGHT = 3.0  # in the loss, of an answer's words

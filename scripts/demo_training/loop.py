@@ -20,7 +20,7 @@ from demo_training.circuits import seed_circuits
 from demo_training.corpus import LEADING_ID, Corpus
 from demo_training.documents import ANSWER_WEIGHT, Documents, Mix
 from demo_training.model import Shape, logits, new_model, weighted_loss
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 
 WARM_UP = 60  # steps
 LEAST_RATE = 0.04  # of the highest, at the end

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from commands import call, read_jsonl
+from support.commands import call, read_jsonl
 
-from flexgen_h2o import quant
 from flexgen_h2o.bench import __main__ as command
 from flexgen_h2o.bench import attention
 from flexgen_h2o.bench.attention import Grid, measure, summary, unit_shape
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels import native
 
 TINY = ("--head-dim", "20,64", "--slots", "16,33", "--threads", "1", "--megabytes", "1", "--trials", "1")

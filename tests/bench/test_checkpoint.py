@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import largest_difference, oracle_logits, random_forced, random_ids, run_forced
 from safetensors.torch import load_file
+from support.helpers import largest_difference, oracle_logits, random_forced, random_ids, run_forced
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flexgen_h2o import model_config
-from flexgen_h2o.bench import checkpoint
-from flexgen_h2o.bench.checkpoint import published_checkpoint, write_checkpoint
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.bench import published_models as checkpoint
+from flexgen_h2o.bench.published_models import published_checkpoint, write_checkpoint
+from flexgen_h2o.engine.assemble import RunSizes
+from flexgen_h2o.kvcache.eviction.rules import Full
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.model_config import ModelConfig
-from flexgen_h2o.runtime import RunSizes
+from flexgen_h2o.plan import model_config
+from flexgen_h2o.plan.model_config import ModelConfig
 
 PRE_NORM = ModelConfig(
     "tiny",

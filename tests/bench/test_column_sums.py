@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call, read_jsonl
+from support.commands import call, read_jsonl
 
 from flexgen_h2o.bench import __main__ as command
 from flexgen_h2o.bench import column_sums, models
 from flexgen_h2o.bench.column_sums import Workload, measure, memory_of_long_prompt, summary
-from flexgen_h2o.engine import BlockTimes, Engine
-from flexgen_h2o.kvcache.eviction import H2O, Full, Sink
-from flexgen_h2o.model_config import published
+from flexgen_h2o.engine.loop import BlockTimes, Engine
+from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Sink
+from flexgen_h2o.plan.model_config import published
 
 TINY = ("--model", "opt-125m", "--layers", "1", "--prompt-len", "20", "--long-prompt-len", "30", "--threads", "1")
 GB = 2**30

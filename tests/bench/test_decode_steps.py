@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call, read_jsonl
-from helpers import TinyOpt, largest_difference
+from support.commands import call, read_jsonl
+from support.helpers import TinyOpt, largest_difference
 from torch import Tensor
 from transformers import DynamicCache
 
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench import __main__ as command
 from flexgen_h2o.bench import decode_steps
 from flexgen_h2o.bench.decode_steps import Workload, measure, transformers_model
 from flexgen_h2o.bench.models import fill_cache
-from flexgen_h2o.block_work import BlockStart, PromptBlock
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction import Full
-from flexgen_h2o.model_config import published
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.engine.block import BlockStart, PromptBlock
+from flexgen_h2o.kvcache.eviction.rules import Full
+from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.plan.policy import Policy
 
 TINY = ("--model", "opt-125m", "--layers", "1", "--batch", "2", "--cache-len", "30", "--steps", "2", "--threads", "1")
 GB = 2**30

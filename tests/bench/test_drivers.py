@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.bench.checkpoint import write_checkpoint
 from flexgen_h2o.bench.drivers import deepspeed, deepspeed_ops
 from flexgen_h2o.bench.drivers.common import ENGINES, EngineRefused, Settings, StartAgain, random_prompts
 from flexgen_h2o.bench.paths import ROOT
 from flexgen_h2o.bench.peers import PeerJob, alternate, run_peer
-from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.bench.published_models import write_checkpoint
+from flexgen_h2o.plan.model_config import ModelConfig
 
 # vLLM wants heads of at least 32.
 TINY = ModelConfig(

@@ -13,15 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import ROOT, environment
+from support.commands import ROOT, environment
 
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench import peers
 from flexgen_h2o.bench.drivers.common import random_prompts
 from flexgen_h2o.bench.peers import PeerJob, PeerProcess, alternate, run_peer
 from flexgen_h2o.bench.rows import STATUSES
-from flexgen_h2o.errors import UsageError
 
-WORKER = Path(__file__).parent / "fake_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "fake_worker.py"
 LIMIT = ["bash", str(ROOT / "scripts" / "limit.sh")]
 VOCAB_SIZE = 100
 DRIVER_COMMAND = peers.driver_command

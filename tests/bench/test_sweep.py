@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench import sweep as sweep_module
 from flexgen_h2o.bench.__main__ import main
 from flexgen_h2o.bench.grid import Contender, Plan, Setting, contenders
@@ -21,7 +22,6 @@ from flexgen_h2o.bench.report import HEADS, markdown, page
 from flexgen_h2o.bench.roofline import Rooflines, with_slower_disk
 from flexgen_h2o.bench.sweep import Sweep
 from flexgen_h2o.bench.trials import groups, read_records
-from flexgen_h2o.errors import UsageError
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.limits import PhaseWork
 from flexgen_h2o.search.rates import Rate

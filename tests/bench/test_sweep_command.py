@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, environment
+from support.commands import ROOT, environment
 
-from flexgen_h2o.bench.checkpoint import write_checkpoint
-from flexgen_h2o.model_config import ModelConfig
+from flexgen_h2o.bench.published_models import write_checkpoint
+from flexgen_h2o.plan.model_config import ModelConfig
 
 TINY = ModelConfig(
     "tiny",

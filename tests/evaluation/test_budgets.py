@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.plain import PlainPolicy
 from flexgen_h2o.evaluation.policies import POLICIES, policy_for
-from flexgen_h2o.kvcache.eviction import EvictionRule, Fixed, Strided
-from flexgen_h2o.policy import EVICTIONS
+from flexgen_h2o.kvcache.eviction.rules import EvictionRule, Fixed, Strided
+from flexgen_h2o.plan.policy import EVICTIONS
 
 PROMPT_LEN, LENGTH, LAYERS = 384, 512, 4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PEAKED, TinyOpt, random_ids
+from support.helpers import PEAKED, TinyOpt, random_ids
 
 from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.compare import Case, compare, documents_to_score, make_cases
@@ -15,7 +15,7 @@ from flexgen_h2o.evaluation.heldout import HeldoutSet
 from flexgen_h2o.evaluation.recall import RecallSet
 from flexgen_h2o.evaluation.scoring import Judge
 from flexgen_h2o.evaluation.statistics import difference, perplexity, perplexity_change
-from flexgen_h2o.kvcache.eviction import H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Local
 
 PROMPT_LEN, LENGTH, DOCUMENTS = 20, 28, 5
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import PEAKED, TinyOpt, oracle_logits, random_ids
-from reference import ReferenceRule, reference_logits
+from support.helpers import PEAKED, TinyOpt, oracle_logits, random_ids
+from support.reference import ReferenceRule, reference_logits
 
 from flexgen_h2o import LLM
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.continuations import (
     LEAST_ENTRIES,
     Eviction,
@@ -19,7 +19,7 @@ from flexgen_h2o.evaluation.continuations import (
     likelihoods,
     make_evictions,
 )
-from flexgen_h2o.kvcache.eviction import H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Local
 
 LENGTHS = [(40, 3), (1, 4), (2, 1), (40, 1), (17, 6), (63, 2), (40, 5)]  # of context and continuation
 

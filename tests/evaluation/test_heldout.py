@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TinyOpt
+from support.helpers import TinyOpt
 
 from flexgen_h2o import LLM
-from flexgen_h2o.checkpoints import DEMO_FOLDER
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.heldout import (
     CONTINUATION_LEN,
     PROMPT_LEN,
@@ -23,6 +22,7 @@ from flexgen_h2o.evaluation.heldout import (
     heldout_tokens,
     text_windows,
 )
+from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 
 
 @pytest.fixture(scope="module")

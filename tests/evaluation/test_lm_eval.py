@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import call
+from support.commands import call
 
 pytest.importorskip("lm_eval")
 
@@ -18,9 +18,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from flexgen_h2o import LLM, SamplingParams, evaluate
-from flexgen_h2o.checkpoints import DEMO_FOLDER
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.lm_eval import EvictingLM, sampling_params
+from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 
 TASKS = Path(__file__).parent / "tasks"
 PASSAGE = "Remember: the password of Emma is silver river garden.\nAnd the king went down to the house of the Lord. "

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import PEAKED, TinyOpt, random_ids
+from support.helpers import PEAKED, TinyOpt, random_ids
 from torch import Tensor
 
 from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.plain import LayerAttention, PlainPolicy
 from flexgen_h2o.evaluation.plain_policies import Mean, Oracle, PlainH2O, Pyramid, Random, TopK, TopKHeavy
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.kvcache.eviction import H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Local
 
 # --- a whole model ---
 

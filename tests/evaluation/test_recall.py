@@ -11,7 +11,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.heldout import heldout_tokens
 from flexgen_h2o.evaluation.recall import KINDS, RecallKind, RecallSet, RecallWriter
 from flexgen_h2o.evaluation.scoring import ContinuationScores
-from flexgen_h2o.tokenizer import Tokenizer, load_tokenizer
+from flexgen_h2o.models.tokenizer import Tokenizer, load_tokenizer
 
 STATEMENT = re.compile(r"Remember: the password of (\w+) is (\w+ \w+ \w+)\.\n")
 QUESTION = re.compile(r"Question: what is the password of (\w+)\? Answer: the password of (\w+) is (\w+ \w+ \w+)\.\n")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import PEAKED, TinyOpt, oracle_logits, random_ids
+from support.helpers import PEAKED, TinyOpt, oracle_logits, random_ids
 from torch import Tensor
 
 from flexgen_h2o import LLM
@@ -14,7 +14,7 @@ from flexgen_h2o.evaluation.heldout import heldout_tokens, text_windows
 from flexgen_h2o.evaluation.plain_policies import PlainH2O, TopK
 from flexgen_h2o.evaluation.policies import Policy
 from flexgen_h2o.evaluation.scoring import ContinuationScores, Judge, join
-from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local
+from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local
 
 PROMPT_LEN, TOKENS, DOCUMENTS = 20, 9, 5
 LENGTH = PROMPT_LEN + TOKENS

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, environment
-from decode_units import (
+from hypothesis import given
+from hypothesis import strategies as st
+from support.commands import ROOT, environment
+from support.decode_units import (
     DTYPES,
     HEAD_DIMS,
     Unit,
@@ -25,8 +27,6 @@ from decode_units import (
     paths,
     spread,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from flexgen_h2o.kernels import decode, native
@@ -362,7 +362,7 @@ import torch, flexgen_h2o
 from flexgen_h2o.kernels import decode, native
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.kvcache.eviction.rules import H2O
 print(flexgen_h2o.__file__)
 print(native.library(), native.best_path(64), decode.attention_path(torch.device("cpu"), 64))
 torch.manual_seed(0)

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_units import (
+from hypothesis import given
+from hypothesis import strategies as st
+from support.decode_units import (
     DTYPES,
     HEAD_DIMS,
     Unit,
@@ -20,12 +22,10 @@ from decode_units import (
     paths,
     spread,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from flexgen_h2o import quant
 from flexgen_h2o.kernels import decode, native
+from flexgen_h2o.kernels import four_bits as quant
 
 REGIONS = ["heavy ring", "heavy"]  # those in 4 bits; with neither see test_decode.py
 SHAPES = [

@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matrix_products import assert_is_product, kept, random
+from support.matrix_products import assert_is_product, kept, random
 from torch import Tensor
 
-from flexgen_h2o import footprint
 from flexgen_h2o.kernels import quantised
 from flexgen_h2o.kernels.matrices import (
     Matrix,
@@ -22,6 +21,7 @@ from flexgen_h2o.kernels.matrices import (
     best_layout,
     quantised_panels,
 )
+from flexgen_h2o.plan import footprint
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

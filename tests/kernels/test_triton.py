@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT, environment
-from decode_units import Unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import ROOT, environment
+from support.decode_units import Unit
 from torch import Tensor
 
-from flexgen_h2o import quant
 from flexgen_h2o.kernels import decode
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels.fastest import TRIALS, Fastest
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix_products import assert_is_product, kept, random
+from support.matrix_products import assert_is_product, kept, random
 from torch import Tensor
 
-from flexgen_h2o import quant
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels.fastest import TRIALS
 from flexgen_h2o.kernels.matrices import product_path
 from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout, multiply_restored

@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-from helpers import largest_difference, new_workspace
+from support.helpers import largest_difference, new_workspace
 from torch import Tensor
 
-from flexgen_h2o import footprint
 from flexgen_h2o.kvcache import attention
 from flexgen_h2o.kvcache.attention import decode_attention, prefill_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Sink
-from flexgen_h2o.workspace import Workspace
+from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Sink
+from flexgen_h2o.memory.workspace import Workspace
+from flexgen_h2o.plan import footprint
 
 ROWS, HEADS, HEAD_DIM = 3, 2, 8
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink
+from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink
 
 EMPTY = -math.inf
 HEAD_DIM = 3

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PEAKED, ForcedTokens, TinyOpt, buffers, random_forced, random_ids, run_block
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import ReferenceRule, reference_trace
+from support.helpers import PEAKED, ForcedTokens, TinyOpt, buffers, random_forced, random_ids, run_block
+from support.reference import ReferenceRule, reference_trace
 from torch import Tensor
 
-from flexgen_h2o.engine import Engine
+from flexgen_h2o.engine.loop import Engine
 from flexgen_h2o.kvcache.buffer import KVBuffer
-from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local, Sink, choose_heavy
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink, choose_heavy
+from flexgen_h2o.plan.policy import Policy
 
 EMPTY = -math.inf
 

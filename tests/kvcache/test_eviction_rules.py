@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from helpers import PEAKED, ForcedTokens, TinyOpt, buffers, random_forced, random_ids, run_block
+from support.helpers import PEAKED, ForcedTokens, TinyOpt, buffers, random_forced, random_ids, run_block
 from torch import Tensor
 
-from flexgen_h2o.engine import Engine
-from flexgen_h2o.kvcache.eviction import (
+from flexgen_h2o.engine.loop import Engine
+from flexgen_h2o.kvcache.eviction.rules import (
     H2O,
     RULES,
     EvictionRule,
@@ -25,7 +25,7 @@ from flexgen_h2o.kvcache.eviction import (
     Strided,
     StridedHeavy,
 )
-from flexgen_h2o.policy import EVICTIONS, Policy
+from flexgen_h2o.plan.policy import EVICTIONS, Policy
 
 LENGTHS = (12, 1, 5, 8, 17)
 STEPS = 12

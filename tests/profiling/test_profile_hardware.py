@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import call
+from support.commands import call
 
 from flexgen_h2o import profile_hardware
 from flexgen_h2o.profiling import disk, settings

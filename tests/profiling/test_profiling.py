@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB, whole_pages
 from flexgen_h2o.kernels.matrices import (
     Matrix,
     MatrixLayout,
@@ -25,7 +26,11 @@ from flexgen_h2o.kernels.matrices import (
     best_layout,
 )
 from flexgen_h2o.kvcache.attention import decode_attention
-from flexgen_h2o.platforms import default_dtype
+from flexgen_h2o.machine.platform import default_dtype
+from flexgen_h2o.memory.workspace import Workspace
+from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.schedule import Attend, Choose, Finish, Project
+from flexgen_h2o.plan.timeline import Timeline
 from flexgen_h2o.profiling import disk, layers, profile
 from flexgen_h2o.profiling.attention import attention_bytes, full_buffer, unit_shape
 from flexgen_h2o.profiling.disk import Disk, TestFile, check_folder
@@ -35,12 +40,7 @@ from flexgen_h2o.profiling.memory import Memory, NewMemory
 from flexgen_h2o.profiling.settings import FULL, QUICK
 from flexgen_h2o.profiling.threads import Stream, best_threads, candidates, copy_step, disk_step
 from flexgen_h2o.profiling.timing import Stopwatch, Subject, collect, compute_threads, fill, summarise
-from flexgen_h2o.quant_format import entry_bytes
-from flexgen_h2o.schedule import Attend, Choose, Finish, Project
 from flexgen_h2o.search.rates import Rate
-from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.units import GB, whole_pages
-from flexgen_h2o.workspace import Workspace
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.profiling import quick
 from flexgen_h2o.search.hardware import Hardware, read_hardware
 from flexgen_h2o.search.hardware_files import default_folder
@@ -57,7 +57,7 @@ def test_so_is_what_a_profile_of_another_version_has_kept(
 ) -> None:
     """Without a source tree both lie in one folder."""
     monkeypatch.setattr("flexgen_h2o.search.hardware_files.ROOT", tmp_path)
-    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path))
+    monkeypatch.setattr("flexgen_h2o.basics.folders.CACHE", str(tmp_path))
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware" / "no-such-box.json").write_text("{}")
     assert quick.find_or_measure("auto", "no-such-box", CPU, tmp_path) is not None and len(measured) == 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import T4, achieved, job, machine, on_t4
+from support.planning import T4, achieved, job, machine, on_t4
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.placement import Percent
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.plan.placement import Percent
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import SHARED, CostModel, Lanes
 from flexgen_h2o.search.search import predict
 from flexgen_h2o.search.simulate import simulate

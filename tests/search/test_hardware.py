@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT
+from support.commands import ROOT
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.search import hardware_files as hardware_module
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
 from flexgen_h2o.search.hardware_files import default_folder, find_hardware, slug
@@ -333,7 +333,7 @@ def test_what_is_installed_without_a_source_tree_knows_the_machines_that_ship(
     subprocess.run(command, cwd=hardware_module.ROOT, check=True, env=environment, capture_output=True)
     for name, value in (("ROOT", tmp_path), ("INSTALLED", tmp_path / "flexgen_h2o" / "hardware_files")):
         monkeypatch.setattr(hardware_module, name, value)
-    monkeypatch.setattr("flexgen_h2o.folders.CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("flexgen_h2o.basics.folders.CACHE", str(tmp_path / "cache"))
     t4 = find_hardware("t4", "my-box")
     assert t4 is not None and t4.name == "t4" and find_hardware("auto", "my-box") is None
     write_hardware(default_folder() / "my-box.json", replace(t4, name="my-box"))

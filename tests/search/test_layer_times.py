@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import achieved, job, machine
+from support.planning import achieved, job, machine
 
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.layer_times import choice_s, decode_layer_s, prefill_layer_s

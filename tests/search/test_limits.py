@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from flexgen_h2o.model_config import published
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.limits import (
     PhaseWork,

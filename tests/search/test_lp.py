@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planning import T4, job, machine
+from support.planning import T4, job, machine
 
-from flexgen_h2o.placement import TIERS, Percent, Shares, Tier
-from flexgen_h2o.policy import Policy
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.plan.placement import TIERS, Percent, Shares, Tier
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel, Split
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.lp import Candidate, Program
 from flexgen_h2o.search.predict import predict
 from flexgen_h2o.search.sizes import Job, MemoryPlan
-from flexgen_h2o.units import GB
 
 SMALL = job("opt-1.3b", 128, 32)
 FULL = job("opt-1.3b", 128, 32, eviction="full")

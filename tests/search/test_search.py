@@ -9,20 +9,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planning import T4, T4_MEMORY, job, machine, on_t4
+from support.planning import T4, T4_MEMORY, job, machine, on_t4
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction import RULES
-from flexgen_h2o.placement import Percent, Tier
-from flexgen_h2o.platforms import Platform
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.runtime import STAGED_BYTES, RunSizes
-from flexgen_h2o.runtime import predict as ledger_of
+from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.memory_sizes import GB
+from flexgen_h2o.engine.assemble import STAGED_BYTES, RunSizes
+from flexgen_h2o.engine.assemble import predict as ledger_of
+from flexgen_h2o.kvcache.eviction.rules import RULES
+from flexgen_h2o.machine.platform import Platform
+from flexgen_h2o.plan.placement import Percent, Tier
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import LANES, CostModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost
 from flexgen_h2o.search.search import Choices, Found, find, largest_block, predict, search
 from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job, MemoryPlan
-from flexgen_h2o.units import GB
 
 # tokens to generate, rows of the authors' block, its limit in tok/s; least and most of a search; least when derated
 CASES = [(32, 728, 22.0, 22.5, 23.4, 18), (512, 416, 78.5, 110, 119, 63), (1024, 264, 57.4, 90, 99, 46)]

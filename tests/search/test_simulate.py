@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning import T4, achieved, job, machine
+from support.planning import T4, achieved, job, machine
 
-from flexgen_h2o.placement import Percent
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.schedule import Finish
+from flexgen_h2o.plan.placement import Percent
+from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.schedule import Finish
+from flexgen_h2o.plan.timeline import write_trace
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.flexgen_model import FlexgenCost
 from flexgen_h2o.search.search import predict
 from flexgen_h2o.search.simulate import simulate
-from flexgen_h2o.timeline import write_trace
 
 HOMES = [
     Percent(),

@@ -6,19 +6,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import job
+from support.planning import job
 
+from flexgen_h2o.basics.memory_sizes import HUGE_PAGE, whole_pages
+from flexgen_h2o.engine.assemble import STAGED_BYTES, RunSizes, predict
 from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.kvcache.eviction import RULES
-from flexgen_h2o.model_config import published
-from flexgen_h2o.placement import TIERS, Percent, spread
-from flexgen_h2o.platforms import Platform
-from flexgen_h2o.policy import Policy
-from flexgen_h2o.quant_format import entry_bytes
-from flexgen_h2o.runtime import STAGED_BYTES, RunSizes, predict
+from flexgen_h2o.kvcache.eviction.rules import RULES
+from flexgen_h2o.machine.platform import Platform
+from flexgen_h2o.memory.tiers import Ledger
+from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.plan.placement import TIERS, Percent, spread
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.sizes import DEFAULT_BASELINE, STAGING_BYTES, Job, MemoryPlan
-from flexgen_h2o.tiers import Ledger
-from flexgen_h2o.units import HUGE_PAGE, whole_pages
 
 PERCENTS = [
     Percent(),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.analysis import (
     accumulated,
     budgets,

@@ -6,12 +6,12 @@ Self-BLEU: Zhu et al. 2018, arXiv 1802.01886. Distinct n-grams: Li et al. 2016, 
 from collections.abc import Sequence
 from typing import Any
 
+from flexgen_h2o.engine.generate import Request
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.analysis.findings import Finding, Row
 from flexgen_h2o.evaluation.analysis.subject import Result, Subject
 from flexgen_h2o.evaluation.texts import generate
-from flexgen_h2o.generation import Request
-from flexgen_h2o.kvcache.eviction import H2O, EvictionRule, Full, Local
-from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local
 
 ORDERS = (1, 2, 3)  # of the n-grams that are counted
 TEMPERATURE = 0.8  # a small model's greedy texts soon run in circles, whatever it keeps

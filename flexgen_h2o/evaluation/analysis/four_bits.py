@@ -7,7 +7,7 @@ from flexgen_h2o.evaluation.analysis.findings import Finding, Row
 from flexgen_h2o.evaluation.analysis.subject import Result, Subject
 from flexgen_h2o.evaluation.scoring import Judge
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.platforms import dtype_name
+from flexgen_h2o.machine.platform import dtype_name
 
 LITTLE = 0.01  # of perplexity, that 4 bits may add
 PAPER = {

@@ -17,7 +17,7 @@ from flexgen_h2o.evaluation.plain_policies import TopK
 from flexgen_h2o.evaluation.scoring import plain_model
 from flexgen_h2o.evaluation.statistics import perplexity
 from flexgen_h2o.kernels.matrices import Matrix
-from flexgen_h2o.layers import Parameters
+from flexgen_h2o.models.layers import Parameters
 
 SECOND_MATRIX = "fc2.weight"
 HEAVY = 0.2  # of the tokens: a neuron that is active for more is a heavy hitter, as in the paper

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flexgen_h2o.footprint import PANEL_OUTPUTS, RESULT_BYTES
 from flexgen_h2o.kernels import onednn
 from flexgen_h2o.kernels import panels as native_panels
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainLayout, PlainMatrix
+from flexgen_h2o.plan.footprint import PANEL_OUTPUTS, RESULT_BYTES
 
 PANEL = PANEL_OUTPUTS  # side by side
 DEPTH = 16  # steps along the inputs to which a panel is padded

@@ -6,12 +6,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexgen_h2o import quant
-from flexgen_h2o.footprint import restored_outputs
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels import onednn, quantised
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.panels import PANEL, PanelLayout, rows_at_once
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
+from flexgen_h2o.plan.footprint import restored_outputs
 
 # Up to how many rows are multiplied with codes rather than with restored panels, where the processor can; measured.
 CODE_ROWS = 256

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flexgen_h2o import quant
-from flexgen_h2o.footprint import DECODED_BYTES
+from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels import quantised
 from flexgen_h2o.kernels.fastest import Fastest, Way
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
-from flexgen_h2o.quant_format import GROUP, entry_bytes, groups_of
+from flexgen_h2o.plan.footprint import DECODED_BYTES
+from flexgen_h2o.plan.four_bit_sizes import GROUP, entry_bytes, groups_of
 
 ENCODED_VALUES = 2**18  # at once, lest what encoding needs in passing be larger than the matrix
 

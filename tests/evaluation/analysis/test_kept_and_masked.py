@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from by_hand import attention_of, weights_of
-from helpers import PEAKED, TinyOpt, random_ids
+from support.helpers import PEAKED, TinyOpt, random_ids
 
 from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.analysis.kept import early_share, heat_map, heavy_only, kept_entries, stayed_share
@@ -15,7 +15,7 @@ from flexgen_h2o.evaluation.analysis.masking import Without, WithoutFirst, Witho
 from flexgen_h2o.evaluation.plain import walk
 from flexgen_h2o.evaluation.plain_policies import PlainH2O
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction.rules import Full
 
 PROMPT_LEN, LENGTH = 6, 11
 RECENT = 2

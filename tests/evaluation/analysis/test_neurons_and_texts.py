@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import PEAKED, TinyOpt, oracle_logits, random_ids
+from support.helpers import PEAKED, TinyOpt, oracle_logits, random_ids
 from torch import Tensor
 
 from flexgen_h2o import LLM
@@ -14,7 +14,7 @@ from flexgen_h2o.evaluation.analysis.diversity import analyse, distinct, self_bl
 from flexgen_h2o.evaluation.analysis.mlp import activated_frequency, as_many, described, overlap, perplexity_with
 from flexgen_h2o.evaluation.analysis.subject import Subject
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction.rules import Full
 
 PROMPT_LEN, LENGTH = 12, 20
 

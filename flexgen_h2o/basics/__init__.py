@@ -1,0 +1,1 @@
+"""What every room needs: errors that people can mend, sizes of memory, folders, JSON files."""

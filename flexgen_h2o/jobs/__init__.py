@@ -1,0 +1,1 @@
+"""A batch job: prompts in, results out, interruptions survived, progress and a report."""

@@ -1,0 +1,1 @@
+"""What this machine has: its limits, its devices, and what a measurement depends on."""

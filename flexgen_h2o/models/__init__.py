@@ -1,0 +1,1 @@
+"""A model: its architecture, its mathematics, its checkpoint's files, its tokenizer."""
