@@ -62,6 +62,7 @@ setup(
         # torch for CUDA brings Triton along; here it interprets and compiles the kernels for tests without a GPU.
         "test": [
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

@@ -1,15 +1,15 @@
-"""Throughput-oriented generation with OPT models: FlexGen's block schedule with H2O's fixed-size KV cache."""
+"""Throughput-oriented generation with language models: FlexGen's block schedule with H2O's fixed-size KV cache."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexgen_h2o.engine.generate import GenerationOutput
-    from flexgen_h2o.engine.sampling import SamplingParams
+    from flexgen_h2o.engine.requests import GenerationOutput
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.plan.sampling import SamplingParams
 
 __all__ = ["LLM", "GenerationOutput", "SamplingParams"]
 
-_HOMES = {"LLM": "llm", "GenerationOutput": "engine.generate", "SamplingParams": "engine.sampling"}
+_HOMES = {"LLM": "llm", "GenerationOutput": "engine.requests", "SamplingParams": "plan.sampling"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,10 +3,17 @@
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command
+from flexgen_h2o.basics.settings import borrowed, setting
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.commands.flags import Flags, Parser
+from flexgen_h2o.commands.settings_flags import add_flags, filled_from
+from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.run_settings import ModelChoice
+from flexgen_h2o.plan.sampling import SamplingParams
 
 DESCRIPTION = """Writes all of a model's weights where runs look for them, in the precision and layout of this machine,
 so that no run has to convert or quantise them again. What is there already is not written again: after an interruption
@@ -17,46 +24,54 @@ if TYPE_CHECKING:
     from flexgen_h2o.weights.conversion import Conversion
 
 
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Which weights are written, and in which form."""
+
+    model: str | None = borrowed(ModelChoice, "model", text="folder in Hugging Face format or name")
+    path: str | None = borrowed(ModelChoice, "path")
+    device: str = borrowed(
+        ModelChoice, "device", text="auto, cuda or cpu: where runs will compute", known=("auto", "cuda", "cpu")
+    )
+    # A text, and no choice: setting_problems() knows precisions, and refuses what is none.
+    dtype: str = borrowed(ModelChoice, "dtype", kind="text")
+    compress_weight: bool = borrowed(Policy, "compress_weight", text="in 4-bit groups: true or false")
+    dummy_weights: bool = borrowed(ModelChoice, "dummy_weights")
+    seed: int = borrowed(SamplingParams, "seed", text="of the dummy weights")
+    json: bool = setting(False, "given", "print what was done as one JSON object")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = Parser(prog="python -m flexgen_h2o.convert", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--model", help="folder in Hugging Face format or name (default: the demo model)")
-    parser.add_argument("--path", help="folder in which a named model is looked for first")
-    parser.add_argument("--device", help="auto, cuda or cpu: where runs will compute (default: auto)")
-    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto)")
-    parser.add_argument(
-        "--compress-weight", nargs="?", const="true", help="in 4-bit groups: true or false (default: false)"
-    )
-    parser.add_argument("--dummy-weights", action="store_true", help="random weights: for measuring speed")
-    parser.add_argument("--seed", help="of the dummy weights (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
+    add_flags(parser, [ConvertOptions])
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Runs the command. Raises UsageError with every mistake found, before anything is written."""
-    args = build_parser().parse_args(argv)
-    flags = Flags(args)
-    device = flags.choice("--device", ("auto", "cuda", "cpu"), "auto")
-    compressed = flags.switch("--compress-weight", False)
-    seed = flags.whole("--seed", 0)
+    flags = Flags(build_parser().parse_args(argv))
+    options: ConvertOptions = filled_from(flags, ConvertOptions)
 
     from flexgen_h2o.commands.progress import weights_bar
     from flexgen_h2o.machine.platform import setting_problems
     from flexgen_h2o.models.checkpoint import locate_model
     from flexgen_h2o.weights.conversion import Conversion
 
-    flags.problems += setting_problems(device, args.dtype or "auto", {})
+    flags.problems += setting_problems(options.device, options.dtype or "auto", {})
     try:
-        source = locate_model(args.model, args.path, args.dummy_weights)
+        source = locate_model(options.model, options.path, options.dummy_weights)
     except UsageError as error:
         flags.problems += error.problems
     if flags.problems:
         raise UsageError(flags.problems)
-    conversion = Conversion(source, device, args.dtype or "auto", compressed, args.dummy_weights, seed or 0)
+    conversion = Conversion(
+        *(source, options.device, options.dtype or "auto", options.compress_weight),
+        *(options.dummy_weights, options.seed),
+    )
     with weights_bar(conversion.nbytes) as bar:
         conversion.run(bar.update)
-    print(json.dumps(conversion.report()) if args.json else _summary(conversion))
+    print(json.dumps(conversion.report()) if options.json else _summary(conversion))
     return EXIT_OK
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.commands.command import EXIT_OK, run_command, unwritable
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.commands.flags import unwritable
 from flexgen_h2o.evaluation.options import (
     ANALYSE,
     TASKS,
-    Options,
+    EvaluationOptions,
     TaskOptions,
     build_parser,
     read_analysis,
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def _record(args: argparse.Namespace, argv: list[str], result: Result) -> None:
-    from flexgen_h2o.jobs.report import append_record
+    from flexgen_h2o.machine.environment import append_record
 
     append_record(Path(args.record), {"name": f"evaluate {args.task}", "command": _command(argv), **result})
 
@@ -76,7 +77,7 @@ def _compare_and_tell(args: argparse.Namespace, argv: list[str]) -> tuple[Result
     return result, "" if args.json else table(rows)
 
 
-def _compare(args: argparse.Namespace, options: Options) -> tuple[str, list[Result]]:
+def _compare(args: argparse.Namespace, options: EvaluationOptions) -> tuple[str, list[Result]]:
     """The model's name and a row for each policy and budget."""
     from contextlib import ExitStack
 
@@ -152,7 +153,7 @@ def _without(argv: list[str], *flags: str) -> list[str]:
     return kept
 
 
-def _analyse(args: argparse.Namespace, options: Options, names: list[str]) -> tuple[str, dict[str, Result]]:
+def _analyse(args: argparse.Namespace, options: EvaluationOptions, names: list[str]) -> tuple[str, dict[str, Result]]:
     """The model's name and what each analysis finds."""
     from flexgen_h2o.evaluation.analysis.catalogue import analyse, check_subject
     from flexgen_h2o.evaluation.analysis.subject import Subject

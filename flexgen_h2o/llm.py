@@ -8,25 +8,19 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.basics import folders
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.settings import filled
 from flexgen_h2o.engine.assemble import RunSizes, Runtime
 from flexgen_h2o.engine.block import PromptBlock
+from flexgen_h2o.engine.chooser import NoChoice
 from flexgen_h2o.engine.fit import check_fit, is_out_of_memory, lighter_plan, smaller_sub_batches
-from flexgen_h2o.engine.generate import (
-    BlockKeeper,
-    GenerationOutput,
-    KeepsNothing,
-    NoChoice,
-    Request,
-    RunTotals,
-    generate_block,
-)
-from flexgen_h2o.engine.loop import Engine, unit_shapes
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.formats import as_ids
-from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.kvcache.eviction.rules import RULES, EvictionRule
+from flexgen_h2o.engine.generate import BlockKeeper, KeepsNothing, RunTotals, generate_block
+from flexgen_h2o.engine.loop import Engine
+from flexgen_h2o.engine.requests import GenerationOutput, Request, as_ids
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.registry import load
+from flexgen_h2o.kvcache.eviction.spec import EvictionSpec
 from flexgen_h2o.machine.limits import process_baseline
 from flexgen_h2o.machine.platform import (
     DTYPES,
@@ -38,41 +32,44 @@ from flexgen_h2o.machine.platform import (
     tier_budgets,
 )
 from flexgen_h2o.memory.tiers import Ledger
+from flexgen_h2o.models.base import TensorSource
 from flexgen_h2o.models.checkpoint import Checkpoint, locate_model, open_checkpoint
 from flexgen_h2o.models.tokenizer import Tokenizer, load_tokenizer
+from flexgen_h2o.plan.kv_shape import unit_shapes
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import place_weights
-from flexgen_h2o.plan.policy import EvictionSpec, Policy
+from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.run_settings import MemoryBudgets, ModelChoice
+from flexgen_h2o.plan.sampling import SamplingParams
 from flexgen_h2o.plan.schedule import telling_steps
 from flexgen_h2o.weights.files import WeightFolder, weight_folder
-from flexgen_h2o.weights.sources import TensorSource, checkpoint_source, dummy_source
-from flexgen_h2o.weights.store import LEDGER_LINE as WEIGHTS_LINE
+from flexgen_h2o.weights.sources import dummy_origin, dummy_source
 from flexgen_h2o.weights.store import weight_places
 
 Prompt = str | Sequence[int]
 OUT_OF_MEMORY = "out of memory"
 
 
+def _parts_of(settings: dict[str, Any]) -> tuple[ModelChoice, MemoryBudgets, EvictionSpec, Policy]:
+    """Settings of LLM by what they are about. Raises UsageError for what is no setting of it."""
+    kinds = (ModelChoice, MemoryBudgets, EvictionSpec, Policy)
+    choice, budgets, eviction, policy = filled("LLM", settings, kinds, also=("prompt_len", "seed", "trace"))
+    return choice, budgets, eviction, policy
+
+
 class LLM:
-    """An OPT model that generates with an evicting KV cache of fixed size.
+    """A model that generates with an evicting KV cache of fixed size.
 
     Weights are loaded at the first generate(), after all sizes have been checked.
 
     Args:
         model: a folder in Hugging Face format, a name such as "opt-30b", or None for the demo model that ships.
-        path: where to look for a named model before the Hugging Face cache.
-        eviction: "h2o", "full", "local", "sink" or "smooth".
-        hh_ratio, recent_ratio: heavy and recent entries as shares of prompt + generated tokens (h2o: 0.1 each).
-        hh_size, recent_size, sink_size: the same in entries.
         prompt_len: the longest prompt to expect; None takes the longest that is given.
-        device: "auto" (a GPU if there is one), "cuda", "cpu", or "meta" for a dry run.
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        gpu_mem, cpu_mem, disk_mem: budgets in GB (2**30 bytes); None for all that is usable. Without a GPU the first
-            two are one budget, their sum.
-        offload_dir: where files of the run go, if KV or hidden states live on disk.
-        dummy_weights: random weights, for measuring speed without a checkpoint.
         seed: of the dummy weights and of random prompts.
         trace: keep what every resource did when, for `timeline.write_trace`.
-        policy: fields of `Policy`: how a block is cut (gpu_batch_size, ...) and where things live (percent, ...).
+        settings: fields of `ModelChoice` (path, device, dtype, ...), of `MemoryBudgets` (gpu_mem, ...), of
+            `EvictionSpec` (eviction, hh_ratio, ...), and of `Policy`: how a block is cut (gpu_batch_size, ...) and
+            where things live (percent, ...).
 
     Attributes:
         totals: what the last call of stream() or generate() has done so far.
@@ -84,47 +81,32 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        path: str | None = None,
-        eviction: str = "h2o",
-        hh_ratio: float | str | None = None,
-        recent_ratio: float | str | None = None,
-        hh_size: int | None = None,
-        recent_size: int | None = None,
-        sink_size: int | None = None,
         prompt_len: int | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        gpu_mem: float | None = None,
-        cpu_mem: float | None = None,
-        disk_mem: float | None = None,
-        offload_dir: str | Path = folders.OFFLOAD,
-        dummy_weights: bool = False,
         seed: int = 0,
         trace: bool = False,
-        **policy: Any,
+        **settings: Any,
     ):
-        self.eviction = EvictionSpec(eviction, hh_ratio, recent_ratio, hh_size, recent_size, sink_size)
-        self.policy = Policy(**policy)
+        choice, budgets, self.eviction, self.policy = _parts_of({"model": model, **settings})
         problems = self.eviction.problems() + self.policy.problems()
-        problems += setting_problems(device, dtype, {"gpu": gpu_mem, "cpu": cpu_mem, "disk": disk_mem})
+        problems += setting_problems(choice.device, choice.dtype, budgets.by_tier)
         try:
-            source = locate_model(model, path, dummy_weights or device == "meta")
+            source = locate_model(model, choice.path, choice.dummy_weights or choice.device == "meta")
         except UsageError as error:
             problems += error.problems
         if problems:
             raise UsageError(problems)
         self.config = source.config
         self.folder = source.folder
-        self.uses_dummy_weights = dummy_weights
+        self.uses_dummy_weights = choice.dummy_weights
         self.seed = seed
         self.prompt_len = prompt_len
-        self.device = choose_device(device)
-        self.dtype = default_dtype(self.device) if dtype == "auto" else DTYPES[dtype]
+        self.device = choose_device(choice.device)
+        self.dtype = default_dtype(self.device) if choice.dtype == "auto" else DTYPES[choice.dtype]
         self.platform = Platform(
             self.device,
-            tier_budgets(self.device, gpu_mem, cpu_mem, disk_mem),
+            tier_budgets(self.device, budgets.gpu_mem, budgets.cpu_mem, budgets.disk_mem),
             joint=self.device.type == "cpu",
-            offload_dir=Path(offload_dir).expanduser(),
+            offload_dir=Path(budgets.offload_dir).expanduser(),
             baseline=process_baseline(self.dtype),
             gpu_baseline=taken_on_gpu(self.device),
             matrix_layout=best_layout(
@@ -190,7 +172,7 @@ class LLM:
 
     def rule(self, prompt_len: int, gen_len: int) -> EvictionRule:
         """The eviction rule with its sizes, for prompts of up to `prompt_len` tokens."""
-        return RULES[self.eviction.name](*self.eviction.sizes(prompt_len + gen_len))
+        return self.eviction.rule(prompt_len + gen_len)
 
     def check_plan(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> None:
         """Checks sizes and memory before anything is loaded. Raises UsageError with every mistake found.
@@ -208,7 +190,7 @@ class LLM:
         if self.runtime is not None:
             return dict(self.runtime.ledger.accounts["disk"].entries)
         homes = place_weights(self.config, self.policy.percent.weights)
-        return {WEIGHTS_LINE: self.kept_weight_bytes({name for name, home in homes.items() if home == "disk"})}
+        return {Line.WEIGHTS: self.kept_weight_bytes({name for name, home in homes.items() if home == "disk"})}
 
     def kept_weight_bytes(self, names: Collection[str] | None = None) -> int:
         """Bytes of this model's weights that an earlier run has left on disk: of all, or of some parameters."""
@@ -278,15 +260,17 @@ class LLM:
 
     def _weight_source(self, checkpoint: Checkpoint | None) -> TensorSource:
         if checkpoint is not None:
-            return checkpoint_source(checkpoint)
+            return checkpoint.source()
         return dummy_source(self.config, self.seed, self.dtype, self.device)
 
     def _weight_folder(self, checkpoint: Checkpoint | None) -> WeightFolder | None:
         """Where this model's weights are kept on disk; None where none are needed."""
         if self.device.type == "meta":
             return None
-        layout = self.platform.matrix_layout.name
-        return weight_folder(self.config, checkpoint, self.seed, self.device.type, self.dtype, layout)
+        origin = dummy_origin(self.config, self.seed, self.device.type)
+        if checkpoint is not None:
+            origin = checkpoint.identity()
+        return weight_folder(origin, self.dtype, self.platform.matrix_layout.name)
 
     def dry_run(self, params: SamplingParams, prompt_len: int, num_prompts: int | None = None) -> None:
         """Walks prefill, the first two decode steps and the last, for one block on a device without memory."""
@@ -386,8 +370,8 @@ class LLM:
 
     def full_kv_cache_bytes(self, prompt_len: int, gen_len: int, num_prompts: int | None = None) -> int:
         """Bytes of keys and values that the full cache would hold for the same block."""
-        full = RULES["full"](0, prompt_len + gen_len)
-        units = unit_shapes(self.config, full, self.policy, self._block_rows(num_prompts))
+        full = load("full")(0, prompt_len + gen_len)
+        units = unit_shapes(self.config, full.sizes, self.policy, self._block_rows(num_prompts))
         return self.config.num_hidden_layers * sum(unit.kv_bytes(self.dtype.itemsize) for unit in units)
 
     def _block_rows(self, num_prompts: int | None) -> int:

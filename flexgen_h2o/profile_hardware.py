@@ -4,13 +4,18 @@ import argparse
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.basics import folders
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command, unwritable
+from flexgen_h2o.basics.settings import borrowed, setting
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.commands.flags import Flags, Parser, unwritable
+from flexgen_h2o.commands.settings_flags import add_flags, filled_from
+from flexgen_h2o.plan.run_settings import ModelChoice
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
-from flexgen_h2o.search.hardware_files import default_folder, default_name, slug
+from flexgen_h2o.search.hardware_files import default_folder
 from flexgen_h2o.search.hardware_summary import summary
 
 DESCRIPTION = """Measures this machine: products, decode attention, memory, links, disk and threads; in less than two
@@ -20,46 +25,56 @@ since the measurement that the file held before, if that is larger; above 10 % t
 exit codes: 0 done; 1 failed while measuring; 2 unusable arguments, or no room; 130 interrupted."""
 
 
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What is measured, and where it is written."""
+
+    name: str | None = setting(None, "text", "of the machine", shown="its processor or GPU, and the number of cores")
+    output: str | None = setting(
+        None, "text", "default: NAME.json where other commands look for it", short="-o", metavar="FILE"
+    )
+    device: str = borrowed(ModelChoice, "device", text="auto, cuda or cpu", known=("auto", "cuda", "cpu"))
+    folder: str | None = setting(
+        None, "text", "on the disk to measure", shown="where runs put their offloaded files", metavar="DIR"
+    )
+    quick: bool = setting(False, "given", "fewer sizes, in about ten seconds")
+    json: bool = setting(False, "given", "print the file's object, the last line")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = Parser(
         prog="python -m flexgen_h2o.profile_hardware", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False
     )
-    parser.add_argument("--name", help="of the machine (default: its processor or GPU, and the number of cores)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: NAME.json where other commands look for it")
-    parser.add_argument("--device", help="auto, cuda or cpu (default: auto)")
-    parser.add_argument(
-        "--folder", metavar="DIR", help="on the disk to measure (default: where runs put their offloaded files)"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, in about ten seconds")
-    parser.add_argument("--json", action="store_true", help="print the file's object, the last line")
+    add_flags(parser, [ProfileOptions])
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Runs the command. Raises UsageError with every mistake found."""
-    args = build_parser().parse_args(argv)
-    flags = Flags(args)
-    device_name = flags.choice("--device", ("auto", "cuda", "cpu"), "auto")
-    if args.output is not None and (problem := unwritable("--output", Path(args.output), is_replaced=True)):
+    flags = Flags(build_parser().parse_args(argv))
+    options: ProfileOptions = filled_from(flags, ProfileOptions)
+    if options.output is not None and (problem := unwritable("--output", Path(options.output), is_replaced=True)):
         flags.problems.append(problem)
 
     from tqdm import tqdm
 
-    from flexgen_h2o.jobs.report import environment
+    from flexgen_h2o.machine.environment import default_name, environment, slug
     from flexgen_h2o.machine.platform import choose_device, setting_problems
     from flexgen_h2o.profiling.profile import measure
     from flexgen_h2o.profiling.settings import FULL, QUICK
 
-    flags.problems += setting_problems(device_name, "auto", {})
+    flags.problems += setting_problems(options.device, "auto", {})
     if flags.problems:
         raise UsageError(flags.problems)
-    device = choose_device(device_name)
+    device = choose_device(options.device)
     surroundings = {**environment(), "command": shlex.join(["python", "-m", "flexgen_h2o.profile_hardware", *argv])}
-    name = args.name or default_name(surroundings["machine"], device.type)
-    output = Path(args.output) if args.output else default_folder() / f"{slug(name)}.json"
-    earlier = _earlier(output, is_ours=args.output is None)
-    folder = folders.nearest_parent(Path(folders.OFFLOAD)) if args.folder is None else Path(args.folder).expanduser()
+    name = options.name or default_name(surroundings["machine"], device.type)
+    output = Path(options.output) if options.output else default_folder() / f"{slug(name)}.json"
+    earlier = _earlier(output, is_ours=options.output is None)
+    folder = (
+        folders.nearest_parent(Path(folders.OFFLOAD)) if options.folder is None else Path(options.folder).expanduser()
+    )
     with tqdm(file=sys.stderr, disable=not sys.stderr.isatty(), bar_format="{desc} {percentage:3.0f}% {bar}") as bar:
 
         def advance(title: str, done: int, total: int) -> None:
@@ -68,12 +83,12 @@ def main(argv: list[str]) -> int:
             bar.update(done - bar.n)
             bar.refresh()
 
-        hardware = measure(QUICK if args.quick else FULL, device, folder, name, surroundings, advance)
+        hardware = measure(QUICK if options.quick else FULL, device, folder, name, surroundings, advance)
     if earlier is not None:
         hardware = hardware.held_against(earlier)
     write_hardware(output, hardware)
     print(f"written to {output}", file=sys.stderr)
-    print(json.dumps(hardware.to_json()) if args.json else summary(hardware))
+    print(json.dumps(hardware.to_json()) if options.json else summary(hardware))
     return EXIT_OK
 
 

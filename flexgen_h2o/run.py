@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.commands.command import EXIT_FAILED, EXIT_OK, run_command
-from flexgen_h2o.commands.run_options import Options, read_flags
+from flexgen_h2o.commands.run_options import RunOptions, asks_for_evictions, read_flags
+from flexgen_h2o.kvcache.eviction.registry import descriptions
 
 DEFAULT_RANDOM_PROMPT_LEN = 512
 
@@ -19,19 +20,22 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Runs the command. Raises UsageError for what cannot work, before any weight is loaded."""
+    if asks_for_evictions(argv):
+        print(descriptions())
+        return EXIT_OK
     options = read_flags(argv)
     # Loading torch takes a second, which --help and a mistyped flag need not wait for.
-    from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.jobs.job import BatchJob
     from flexgen_h2o.jobs.metrics import MetricsFile
     from flexgen_h2o.jobs.planning import Workload, predicted
     from flexgen_h2o.jobs.record import stored_policy
-    from flexgen_h2o.jobs.report import machine_name, run_report, summary
+    from flexgen_h2o.jobs.report import run_report, summary
     from flexgen_h2o.jobs.results import open_results
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.machine.environment import machine_name
     from flexgen_h2o.plan.timeline import write_trace
 
-    params = SamplingParams(**options.params)
+    params = options.params
     metrics = None if options.metrics is None else MetricsFile(Path(options.metrics))
     with (
         open_results(options.output, options.may_resume, options.restart) as results,
@@ -64,9 +68,9 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if job.failed and options.strict else EXIT_OK
 
 
-def _rates(options: Options, llm: "LLM", may_measure: bool = False) -> "Hardware | None":
+def _rates(options: RunOptions, llm: "LLM", may_measure: bool = False) -> "Hardware | None":
     """What is known of the machine that is planned for, or found out if it may be measured."""
-    from flexgen_h2o.jobs.report import machine_name
+    from flexgen_h2o.machine.environment import machine_name
     from flexgen_h2o.profiling.quick import find_or_measure, known_rates
 
     name = machine_name(llm.device.type)
@@ -77,12 +81,12 @@ def _rates(options: Options, llm: "LLM", may_measure: bool = False) -> "Hardware
     return find_or_measure(options.hardware, name, llm.device, llm.platform.offload_dir or Path())
 
 
-def _choose_policy(options: Options, llm: "LLM", rates: "Hardware | None", sizes: "InputSizes") -> None:
+def _choose_policy(options: RunOptions, llm: "LLM", rates: "Hardware | None", sizes: "InputSizes") -> None:
     """Goes on with the policy that is the best for the machine."""
     from flexgen_h2o.jobs.planning import Workload, choose_policy
 
     num_prompts = None if _has_random_prompts(options, llm) else sizes.num_prompts
-    work = Workload(sizes.prompt_len, options.params["max_new_tokens"], num_prompts)
+    work = Workload(sizes.prompt_len, options.params.max_new_tokens, num_prompts)
     llm.policy = choose_policy(llm, work, options.given_policy, rates, lambda: _rates(options, llm, may_measure=True))
 
 
@@ -94,27 +98,27 @@ def _use_threads(llm: "LLM", beside_streams: int) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), beside_streams))
 
 
-def _source(options: Options, llm: "LLM") -> "PromptSource":
+def _source(options: RunOptions, llm: "LLM") -> "PromptSource":
     """Prompts as asked for: a file, random ones to measure speed with, or the built-in samples."""
     from flexgen_h2o.jobs.job import file_source, random_source, sample_source
 
     if options.input is not None:
         return file_source(options.input)
     if _has_random_prompts(options, llm):
-        longest = llm.config.max_position_embeddings - options.params["max_new_tokens"]
+        longest = llm.config.max_position_embeddings - options.params.max_new_tokens
         return random_source(llm, options.prompt_len or max(1, min(DEFAULT_RANDOM_PROMPT_LEN, longest)))
     if llm.tokenizer is None:
         raise UsageError("the model has no tokenizer: give prompt_ids with --input, or --prompt-len for random prompts")
     return sample_source()
 
 
-def _has_random_prompts(options: Options, llm: "LLM") -> bool:
+def _has_random_prompts(options: RunOptions, llm: "LLM") -> bool:
     """Whether speed is measured, with one block of prompts."""
-    measures = options.llm["dummy_weights"] or options.prompt_len is not None or llm.device.type == "meta"
+    measures = options.model.dummy_weights or options.prompt_len is not None or llm.device.type == "meta"
     return options.input is None and measures
 
 
-def _warn_of_idle_flags(options: Options, llm: "LLM") -> None:
+def _warn_of_idle_flags(options: RunOptions, llm: "LLM") -> None:
     """Names what was asked for and means nothing in a dry run, or without a GPU."""
     for flag in options.timed_only if llm.device.type == "meta" else ():
         print(f"note: {flag} means nothing in a dry run", file=sys.stderr)

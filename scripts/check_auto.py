@@ -19,7 +19,7 @@ from typing import Any
 
 from measured_runs import ROOT, measured_run
 
-from flexgen_h2o.jobs.report import append_record
+from flexgen_h2o.machine.environment import append_record
 
 RESULTS = ROOT / "results" / "auto.jsonl"
 MEMORY = "640M"

@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.basics.memory_sizes import GB
-from flexgen_h2o.engine.assemble import STAGED_BYTES, RunSizes
+from flexgen_h2o.engine.assemble import RunSizes
 from flexgen_h2o.engine.assemble import predict as ledger_of
-from flexgen_h2o.kvcache.eviction.rules import RULES
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.spec import EvictionSpec
 from flexgen_h2o.machine.platform import Platform
-from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.plan.footprint import STAGED_BYTES
 from flexgen_h2o.plan.placement import Percent
-from flexgen_h2o.plan.policy import EvictionSpec, Policy
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import LANES, CostModel
 from flexgen_h2o.search.hardware import Hardware, read_hardware
 from flexgen_h2o.search.published import compare, read_rows, table
@@ -61,7 +63,7 @@ def authors_block(case: Case) -> Policy:
 
 def dry_run_peaks(job: Job, policy: Policy) -> Mapping[str, int]:
     """Peak bytes by tier that the run's own ledger counts on a device without memory."""
-    rule = RULES["h2o"](job.heavy, job.recent)
+    rule = H2O(job.heavy, job.recent)
     platform = Platform(torch.device("meta"), {}, joint=False, baseline=DEFAULT_BASELINE)
     ledger = ledger_of(job.config, torch.float16, policy, platform, RunSizes(rule, policy.block_rows, job.prompt_len))
     peaks = {tier: ledger.peak(tier) for tier in ("gpu", "cpu", "disk")}  # type: ignore[arg-type]

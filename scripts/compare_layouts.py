@@ -26,9 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from flexgen_h2o.bench.attention import take_turns
-from flexgen_h2o.jobs.report import append_record
 from flexgen_h2o.kernels import onednn
-from flexgen_h2o.kernels.matrices import MatrixLayout, PanelLayout, QuantisedPanelLayout, QuantisedRowLayout
+from flexgen_h2o.kernels.matrices.layout import MatrixLayout
+from flexgen_h2o.kernels.matrices.panels import PanelLayout
+from flexgen_h2o.kernels.matrices.quantised_panels import QuantisedPanelLayout
+from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout
+from flexgen_h2o.machine.environment import append_record
 from flexgen_h2o.machine.platform import DTYPES
 from flexgen_h2o.memory.direct_io import aligned_bytes
 

@@ -21,8 +21,11 @@ from transformers import OPTForCausalLM
 from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.heldout import HeldoutSizes, heldout_set
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.jobs.report import append_record
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Smooth
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.smooth import Smooth
+from flexgen_h2o.machine.environment import append_record
 
 RESULTS = Path(__file__).parent.parent / "results" / "scoring.jsonl"
 LOOP = "transformers, batch 1"

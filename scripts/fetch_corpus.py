@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.commands.command import EXIT_OK, Parser, run_command
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.commands.flags import Parser
 
 DEBIAN = ("r-cran-janeaustenr", "bible-kjv", "bible-kjv-text")
 NOVELS = "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.jobs.report import append_record
+from flexgen_h2o.machine.environment import append_record
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "gpu" / "gpu_check.jsonl"

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.jobs.report import append_record
+from flexgen_h2o.machine.environment import append_record
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory.jsonl"
 IN_MEMORY, ON_DISK = "100 0 100 0 100 0", "0 0 0 0 0 0"

@@ -150,7 +150,7 @@ def main() -> None:
         return
     # Here, because an example may run where there is no torch of ours.
     from flexgen_h2o.bench.published_models import published_checkpoint
-    from flexgen_h2o.jobs.report import append_record
+    from flexgen_h2o.machine.environment import append_record
 
     args.checkpoint = str(published_checkpoint(args.model, "bfloat16"))
     for name in args.peers or EXAMPLES:

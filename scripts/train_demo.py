@@ -24,8 +24,9 @@ from demo_training.loop import Recipe, Training, append_line
 from demo_training.model import Shape, save_model
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command
-from flexgen_h2o.jobs.report import environment
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.commands.flags import Flags, Parser
+from flexgen_h2o.machine.environment import environment
 
 SMALL = Recipe(
     shape=Shape(layers=4, hidden=256, heads=8, context=512, vocab=4096),

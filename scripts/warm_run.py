@@ -11,10 +11,10 @@ import sys
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.commands.command import EXIT_OK, run_command
 from flexgen_h2o.commands.run_options import read_flags
-from flexgen_h2o.engine.generate import random_requests
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.report import machine_name, run_report
+from flexgen_h2o.engine.requests import random_requests
+from flexgen_h2o.jobs.report import run_report
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.machine.environment import machine_name
 from flexgen_h2o.profiling.quick import known_rates
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     options = read_flags(argv)
     if options.prompt_len is None or options.searches or options.input is not None:
         raise UsageError("a block of random prompts is generated for: give --prompt-len and --percent, and no --input")
-    params = SamplingParams(**options.params)
+    params = options.params
     with LLM(**options.llm) as llm:
         rows = llm.policy.block_rows
         prompts = list(random_requests(llm.config.vocab_size, options.prompt_len, rows, llm.seed))

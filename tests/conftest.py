@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,17 +18,27 @@ from hypothesis import settings
 from support.helpers import TinyOpt, place
 from support.tiny_models import make_tiny_opt, save_tiny_opt
 
+from flexgen_h2o.models import registry
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.plan import model_config
 from flexgen_h2o.profiling import quick
 from flexgen_h2o.search.hardware_files import default_folder
-from flexgen_h2o.weights.sources import checkpoint_source
 
 torch.set_num_threads(1)  # tensors this small are slower on several
 
 # The same examples each time: a red test must be red again when it is looked at.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Programs that tests start end by signals, also where the tests themselves run under nohup or in the background.
+
+    What a process ignores, the programs that it starts ignore too; what it handles, they do not. So signals that are
+    ignored are handled here, by doing nothing.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -51,8 +62,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyOpt]:
     @functools.cache
     def loaded(variant: str, dtype: torch.dtype, std: float) -> TinyOpt:
         model, folder = saved(variant, std)
-        config = model_config.from_folder(folder)
-        placed = place(config, dtype, checkpoint_source(open_checkpoint(folder, config)))
+        config = registry.from_folder(folder)
+        placed = place(config, dtype, open_checkpoint(folder, config).source())
         return TinyOpt(model, folder, config, placed)
 
     def make(variant: str = "pre_norm", dtype: torch.dtype = torch.float32, std: float = 0.1) -> TinyOpt:

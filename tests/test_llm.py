@@ -285,7 +285,8 @@ def test_a_stop_string_may_be_split_over_several_tokens(full: LLM) -> None:
 
 def test_special_tokens_do_not_hide_a_stop_string(full: LLM) -> None:
     """With eos ignored it can stand inside a stop string, where it has no text."""
-    from flexgen_h2o.engine.generate import Request, Sampler
+    from flexgen_h2o.engine.chooser import Sampler
+    from flexgen_h2o.engine.requests import Request
 
     assert full.tokenizer is not None
     first, second = (full.tokenizer.encode_part(text)[0] for text in (" silver", " window"))
@@ -293,7 +294,7 @@ def test_special_tokens_do_not_hide_a_stop_string(full: LLM) -> None:
     sampler = Sampler([Request(0, [2])], params, (2,), 1, full.tokenizer, lambda tokens: None)
     for step, token in enumerate([first, 2, 2, second, 5]):
         logits = torch.zeros(1, 4096).index_fill(1, torch.tensor([token]), 1.0)
-        sampler.choose(step, slice(0, 1), logits)
+        sampler.choose([0], [step], logits)
     output = sampler.output(0, Request(0, [2]))
     assert output.token_ids == [first, 2, 2, second] and output.text == " silve"
 

@@ -6,16 +6,17 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench.sweep_command import REPORT, SWEEP, add_report, add_sweep, report, sweep
-from flexgen_h2o.commands.command import EXIT_OK, Flags, Parser, run_command
-from flexgen_h2o.plan.model_config import ModelConfig, published
+from flexgen_h2o.commands.command import EXIT_OK, run_command
+from flexgen_h2o.commands.flags import Flags, Parser
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.plan.model_shape import ModelShape
+from flexgen_h2o.plan.names import DTYPES
 
-DTYPES = ("float16", "bfloat16", "float32")
 KV_DTYPES = (*DTYPES, "4-bit")
 LEAST_TRIALS = 5  # of a record: fewer have no median to speak of
 
@@ -121,9 +122,9 @@ def column_sums(args: argparse.Namespace, argv: list[str]) -> int:
     if flags.problems:
         raise UsageError(flags.problems)
 
-    from flexgen_h2o.bench.column_sums import Workload, measure, summary
+    from flexgen_h2o.bench.column_sums import PromptSizes, measure, summary
 
-    workload = Workload(config, rows, tokens, long_tokens, dtype, threads, trials)
+    workload = PromptSizes(config, rows, tokens, long_tokens, dtype, threads, trials)
     with _progress(len(rows), "prefill") as bar:
         result = measure(workload, lambda: bar.update())
     return _report(args, argv, result, summary)
@@ -146,28 +147,29 @@ def decode(args: argparse.Namespace, argv: list[str]) -> int:
     if flags.problems:
         raise UsageError(flags.problems)
 
-    from flexgen_h2o.bench.decode_steps import Workload, measure, summary
+    from flexgen_h2o.bench.decode_steps import DecodeSizes, measure, summary
 
-    workload = Workload(config, batch, cache_len, steps, dtype, threads, trials)
+    workload = DecodeSizes(config, batch, cache_len, steps, dtype, threads, trials)
     with _progress(trials + 1, "round") as bar:
         result = measure(workload, lambda: bar.update())
     return _report(args, argv, result, summary)
 
 
-def _model(flags: Flags, layers: int | None) -> tuple[ModelConfig, str, int]:
+def _model(flags: Flags, layers: int | None) -> tuple[ModelShape, str, int]:
     """Shape, precision and threads of what is measured; those of some model where a flag is wrong."""
     name = flags.text("--model") or "opt-1.3b"
     try:
         config = published(name)
     except UsageError as error:
         flags.problems += error.problems
-        config = published("opt-125m")
+        name = "opt-125m"
+        config = published(name)
     count = flags.whole("--layers", 1, config.num_hidden_layers) or min(
         layers or config.num_hidden_layers, config.num_hidden_layers
     )
     dtype = flags.choice("--dtype", DTYPES, "bfloat16")
     cores = os.cpu_count() or 1
-    return replace(config, num_hidden_layers=count), dtype, flags.whole("--threads", 1, cores) or cores
+    return published(name, num_hidden_layers=count), dtype, flags.whole("--threads", 1, cores) or cores
 
 
 def _trials(flags: Flags) -> int:
@@ -186,7 +188,7 @@ def _report(
     args: argparse.Namespace, argv: list[str], result: dict[str, Any], summary: Callable[[dict[str, Any]], str]
 ) -> int:
     """Prints a result, and keeps it if asked to."""
-    from flexgen_h2o.jobs.report import append_record
+    from flexgen_h2o.machine.environment import append_record
 
     try:
         print(json.dumps(result) if args.json else summary(result), flush=True)

@@ -19,10 +19,10 @@ from torch import Tensor
 from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.kernels import native
 from flexgen_h2o.kernels.decode import attend_with_torch, attention_path, describe
-from flexgen_h2o.kvcache.attention import decode_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, UnitShape
-from flexgen_h2o.kvcache.eviction.rules import Local
+from flexgen_h2o.kvcache.buffer import KVBuffer
+from flexgen_h2o.kvcache.eviction.local import Local
 from flexgen_h2o.memory.direct_io import aligned_bytes
+from flexgen_h2o.plan.kv_shape import UnitShape
 from flexgen_h2o.profiling import attention as units
 
 IN_4_BITS = "4-bit"
@@ -155,7 +155,7 @@ def _measure_row(storage: Storage, sizes: Mapping[str, Any], grid: Grid) -> dict
     whole = unit_shape(head_dim, slots, grid.nbytes, torch.float16.itemsize)
     if in_4_bits:
         other, half = units.full_buffer(whole, torch.float16, storage.other), _queries(whole, torch.float16)
-        calls["float16"] = lambda: decode_attention(half, other)
+        calls["float16"] = lambda: other.attend(half)
     seconds = take_turns(calls, grid.trials)
     gigabytes = shape.kv_bytes(dtype.itemsize) / GB
     rates = {name: gigabytes / value for name, value in seconds.items()}
@@ -187,18 +187,14 @@ def _torch_rows(shape: UnitShape) -> int:
 
 def _calls(query: Tensor, buffer: KVBuffer) -> dict[str, Callable[[], object]]:
     """What a row of the grid compares: one reading of all keys and values each, by torch of its rows."""
-    heavy, ring = buffer.heavy, buffer.ring
-    state = (heavy.keys, heavy.values, ring.keys, ring.values, buffer.scores, buffer.losers)
-    lengths = (buffer.heavy_len, buffer.ring_len)
-    calls: dict[str, Callable[[], object]] = {"attention": lambda: decode_attention(query, buffer)}
+    calls: dict[str, Callable[[], object]] = {"attention": lambda: buffer.attend(query)}
     library = native.library()
     if library is not None:
-        unit = describe(query, *state, torch.empty_like(query))
+        unit = describe(query, buffer.unit, torch.empty_like(query))
         calls["stream"] = lambda: library.flexgen_h2o_read_only(ctypes.byref(unit))
-    rule, rows = buffer.rule, _torch_rows(buffer.shape)
-    some_state = [tensor[:rows] for tensor in state]
-    arguments = (query[:rows], *some_state, *lengths, rule.accumulates, rule.decay)
-    calls["torch"] = lambda: attend_with_torch(*arguments)  # type: ignore[arg-type]
+    rows = _torch_rows(buffer.shape)
+    some = buffer.unit.first_rows(rows)
+    calls["torch"] = lambda: attend_with_torch(query[:rows], some)
     return calls
 
 
@@ -210,7 +206,7 @@ def decode_step(query: Tensor, buffer: KVBuffer) -> Callable[[], object]:
 
     def step() -> Tensor:
         buffer.append(keys, values, next(columns))
-        return decode_attention(query, buffer)
+        return buffer.attend(query)
 
     return step
 

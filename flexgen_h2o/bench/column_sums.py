@@ -18,14 +18,17 @@ import torch
 from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.bench.models import model_facts, no_padding, random_model
 from flexgen_h2o.engine.assemble import RunSizes
-from flexgen_h2o.engine.generate import Greedy
+from flexgen_h2o.engine.chooser import Greedy
 from flexgen_h2o.engine.loop import Engine, PromptBlock
 from flexgen_h2o.kvcache.attention import prefill_attention, prefill_attention_bytes
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Sink
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.sink import Sink
 from flexgen_h2o.machine.limits import peak_resident_bytes, resident_bytes
 from flexgen_h2o.machine.platform import DTYPES
 from flexgen_h2o.memory.workspace import Workspace
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.profiling.timing import compute_threads
 
 KEPT_SHARE = 0.1  # heavy and recent entries, each of the prompt
@@ -33,7 +36,7 @@ LONG_HEADS, LONG_HEAD_DIM = 4, 64  # of the long prompt's attention
 
 
 @dataclass(frozen=True)
-class Workload:
+class PromptSizes:
     """What to measure.
 
     Attributes:
@@ -44,7 +47,7 @@ class Workload:
         trials: prefills of each engine, taking turns.
     """
 
-    config: ModelConfig
+    config: ModelShape
     rows: Sequence[int]
     tokens: int
     long_tokens: int
@@ -53,7 +56,7 @@ class Workload:
     trials: int
 
 
-def measure(workload: Workload, advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def measure(sizes: PromptSizes, advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """Measures on the CPU.
 
     Args:
@@ -64,16 +67,16 @@ def measure(workload: Workload, advance: Callable[[], object] = lambda: None) ->
         `baseline_bytes` of the same before, `workspace_bytes` of attention, `matrix_bytes` that all weights would take
         at once in float32.
     """
-    memory = memory_of_long_prompt(workload.long_tokens, workload.dtype, workload.threads)
+    memory = memory_of_long_prompt(sizes.long_tokens, sizes.dtype, sizes.threads)
     prefill = []
-    with compute_threads(workload.threads):
-        for rows in workload.rows:
-            prefill.append(_measure_prefill(rows, workload))
+    with compute_threads(sizes.threads):
+        for rows in sizes.rows:
+            prefill.append(_measure_prefill(rows, sizes))
             advance()
-    settings = {name: value for name, value in vars(workload).items() if name not in ("config", "rows")}
+    settings = {name: value for name, value in vars(sizes).items() if name not in ("config", "rows")}
     long_shape = {"long_heads": LONG_HEADS, "long_head_dim": LONG_HEAD_DIM}
     return {
-        "config": {**model_facts(workload.config), **settings, **long_shape, "kept_share": 2 * KEPT_SHARE},
+        "config": {**model_facts(sizes.config), **settings, **long_shape, "kept_share": 2 * KEPT_SHARE},
         "worst_added_share": max(row["added_share"] for row in prefill),
         "prefill": prefill,
         "memory": memory,
@@ -115,10 +118,12 @@ def attend_to_long_prompt(tokens: int, dtype: str, threads: int) -> dict[str, in
     before = resident_bytes()
     kind = DTYPES[dtype]
     shape = (1, tokens, LONG_HEADS, LONG_HEAD_DIM)
-    query, key, value = (torch.randn(shape).to(kind).transpose(1, 2) for _ in range(3))
+    query, key, value = (torch.randn(shape).to(kind) for _ in range(3))
+    query = query.mul_(LONG_HEAD_DIM**-0.5).unsqueeze(3)  # one query head to a head of keys
     nbytes = prefill_attention_bytes(1, LONG_HEADS, tokens, LONG_HEAD_DIM, kind.itemsize)
     workspace = Workspace(torch.empty(nbytes, dtype=torch.uint8))
-    _, sums = prefill_attention(query * LONG_HEAD_DIM**-0.5, key, value, no_padding(1), True, workspace)
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    _, sums = prefill_attention(query, key, value, no_padding(1), True, workspace)
     assert sums is not None and round(float(sums.sum(dtype=torch.float64))) == LONG_HEADS * tokens
     return {
         "peak_bytes": peak_resident_bytes(),
@@ -128,15 +133,15 @@ def attend_to_long_prompt(tokens: int, dtype: str, threads: int) -> dict[str, in
     }
 
 
-def _measure_prefill(rows: int, workload: Workload) -> dict[str, Any]:
+def _measure_prefill(rows: int, sizes: PromptSizes) -> dict[str, Any]:
     """A row of `prefill`; a first round warms up."""
-    kept = max(1, int(KEPT_SHARE * workload.tokens))
-    rules = {"h2o": H2O(kept, kept), "sink": Sink(kept, kept), "full": Full(0, workload.tokens)}
-    ids = torch.randint(workload.config.vocab_size, (rows, workload.tokens), generator=torch.Generator().manual_seed(0))
+    kept = max(1, int(KEPT_SHARE * sizes.tokens))
+    rules = {"h2o": H2O(kept, kept), "sink": Sink(kept, kept), "full": Full(0, sizes.tokens)}
+    ids = torch.randint(sizes.config.vocab_size, (rows, sizes.tokens), generator=torch.Generator().manual_seed(0))
     block = PromptBlock(ids, torch.zeros(rows, dtype=torch.int64))
     seconds: dict[str, list[float]] = {name: [] for name in rules}
-    with _engines(rules, rows, workload) as engines:
-        for trial in range(workload.trials + 1):
+    with _engines(rules, rows, sizes) as engines:
+        for trial in range(sizes.trials + 1):
             for name, engine in engines.items():
                 spent = engine.run(block, 1, Greedy()).prefill_s
                 if trial:
@@ -151,11 +156,11 @@ def added_share(medians: Mapping[str, float]) -> float:
 
 
 @contextmanager
-def _engines(rules: Mapping[str, EvictionRule], rows: int, workload: Workload) -> Iterator[dict[str, Engine]]:
+def _engines(rules: Mapping[str, EvictionRule], rows: int, sizes: PromptSizes) -> Iterator[dict[str, Engine]]:
     """An engine for each rule, by name; each with weights of its own."""
     with ExitStack() as stack:
         engines = {}
         for name, rule in rules.items():
-            runtime = stack.enter_context(random_model(workload.config, DTYPES[workload.dtype], rows))
-            engines[name] = runtime.engine(RunSizes(rule, rows, workload.tokens))
+            runtime = stack.enter_context(random_model(sizes.config, DTYPES[sizes.dtype], rows))
+            engines[name] = runtime.engine(RunSizes(rule, rows, sizes.tokens))
         yield engines

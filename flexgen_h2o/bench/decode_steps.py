@@ -21,15 +21,17 @@ from torch import Tensor
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.memory_sizes import GB
 from flexgen_h2o.bench.models import CPU, fill_cache, fill_parameter, model_facts, random_model
-from flexgen_h2o.bench.published_models import config_values
 from flexgen_h2o.engine.assemble import RunSizes, Runtime
 from flexgen_h2o.engine.block import BlockStart, PromptBlock
-from flexgen_h2o.engine.generate import Greedy
+from flexgen_h2o.engine.chooser import Greedy
 from flexgen_h2o.kernels.decode import attention_path
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.machine.limits import resident_bytes, return_freed_memory, usable_memory
 from flexgen_h2o.machine.platform import DTYPES
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.models.registry import facts_of
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.plan.schedule import OUTER
 from flexgen_h2o.profiling.timing import compute_threads, fill
 
@@ -39,7 +41,7 @@ READ_BYTES = 512 * 2**20  # in one measurement of the memory's rate
 
 
 @dataclass(frozen=True)
-class Workload:
+class DecodeSizes:
     """What to measure.
 
     Attributes:
@@ -48,7 +50,7 @@ class Workload:
         steps: that are timed in a trial; their mean counts. trials: of each engine.
     """
 
-    config: ModelConfig
+    config: ModelShape
     batch: int
     cache_len: int
     steps: int
@@ -106,7 +108,7 @@ class Rates:
     products_s: float
 
 
-def measure(workload: Workload, advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def measure(sizes: DecodeSizes, advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """Measures on the CPU.
 
     Args:
@@ -118,29 +120,29 @@ def measure(workload: Workload, advance: Callable[[], object] = lambda: None) ->
         `limit_share` = limit_s / step_s, and all trials' `seconds`.
     Raises UsageError if memory does not suffice.
     """
-    if workload.needed_bytes > usable_memory():
+    if sizes.needed_bytes > usable_memory():
         raise UsageError(
-            f"--batch {workload.batch} with --cache-len {workload.cache_len} takes {workload.needed_bytes / GB:.1f} GB,"
+            f"--batch {sizes.batch} with --cache-len {sizes.cache_len} takes {sizes.needed_bytes / GB:.1f} GB,"
             f" and {usable_memory() / GB:.1f} GB are free; lower one of them, or --layers"
         )
     return_freed_memory()
-    with compute_threads(workload.threads), random_model(workload.config, workload.kind, workload.batch) as runtime:
-        seconds = _take_turns(workload, runtime, transformers_model(workload.config, workload.kind), advance)
+    with compute_threads(sizes.threads), random_model(sizes.config, sizes.kind, sizes.batch) as runtime:
+        seconds = _take_turns(sizes, runtime, transformers_model(sizes.config, sizes.kind), advance)
         rates = Rates(
             runtime.weights.nbytes,
             READ_BYTES / statistics.median(seconds["reading"]),
             statistics.median(seconds["products"]),
         )
-    engines = {name: _engine_row(workload, name, seconds[name], rates) for name in ENGINES}
-    settings = {name: value for name, value in vars(workload).items() if name != "config"}
+    engines = {name: _engine_row(sizes, name, seconds[name], rates) for name in ENGINES}
+    settings = {name: value for name, value in vars(sizes).items() if name != "config"}
     return {
         "config": {
-            **model_facts(workload.config),
+            **model_facts(sizes.config),
             **settings,
             "weight_bytes": rates.weight_bytes,
-            "h2o_slots": workload.rules()["h2o"].slots,
+            "h2o_slots": sizes.rules()["h2o"].slots,
         },
-        "path": attention_path(CPU, workload.config.head_dim),
+        "path": attention_path(CPU, sizes.config.head_dim),
         "read_bytes_s": rates.read_bytes_s,
         "products_s": rates.products_s,
         "ratios": {name: engines[name]["step_s"] / engines["h2o"]["step_s"] for name in ENGINES[1:]},
@@ -171,12 +173,13 @@ def summary(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def transformers_model(config: ModelConfig, dtype: torch.dtype) -> Any:
+def transformers_model(config: ModelShape, dtype: torch.dtype) -> Any:
     """transformers' model of a shape, with random weights and its default attention for it."""
-    from transformers import OPTConfig, OPTForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = OPTForCausalLM._from_config(OPTConfig(**config_values(config)), dtype=dtype)
+        settings = AutoConfig.for_model(**facts_of(config.family).config_values(config))
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     model.to_empty(device=CPU)
     model.tie_weights()
     for name, parameter in model.named_parameters():
@@ -185,20 +188,20 @@ def transformers_model(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def _take_turns(
-    workload: Workload, runtime: Runtime, model: Any, advance: Callable[[], object]
+    sizes: DecodeSizes, runtime: Runtime, model: Any, advance: Callable[[], object]
 ) -> dict[str, list[float]]:
     """Seconds in every trial: per step of each engine, and of reading memory and of products by themselves."""
-    config = workload.config
-    shape = (workload.batch, config.num_attention_heads, workload.cache_len, config.head_dim)
-    keys, values = (fill(torch.empty(shape, dtype=workload.kind)) for _ in range(2))
+    config = sizes.config
+    shape = (sizes.batch, config.num_attention_heads, sizes.cache_len, config.head_dim)
+    keys, values = (fill(torch.empty(shape, dtype=sizes.kind)) for _ in range(2))
     sums = torch.rand(shape[:3])
     seconds: dict[str, list[float]] = {name: [] for name in (*ENGINES, "reading", "products")}
-    for trial in range(workload.trials + 1):
+    for trial in range(sizes.trials + 1):
         # The full cache first: it is gone before transformers has its own.
-        spent = {name: _engine_steps(workload, runtime, name, keys, values, sums) for name in ("full", "h2o")}
-        spent["transformers"] = _transformers_steps(workload, model, keys, values)
+        spent = {name: _engine_steps(sizes, runtime, name, keys, values, sums) for name in ("full", "h2o")}
+        spent["transformers"] = _transformers_steps(sizes, model, keys, values)
         spent["reading"] = _seconds_of_reading()
-        spent["products"] = _seconds_of_products(workload, runtime)
+        spent["products"] = _seconds_of_products(sizes, runtime)
         advance()
         if trial:
             for name, times in seconds.items():
@@ -206,28 +209,28 @@ def _take_turns(
     return seconds
 
 
-def _engine_steps(workload: Workload, runtime: Runtime, name: str, keys: Tensor, values: Tensor, sums: Tensor) -> float:
+def _engine_steps(sizes: DecodeSizes, runtime: Runtime, name: str, keys: Tensor, values: Tensor, sums: Tensor) -> float:
     """Mean seconds of this engine's steps from a cache filled with these."""
-    engine = runtime.engine(RunSizes(workload.rules()[name], workload.batch, prompt_len=1))
+    engine = runtime.engine(RunSizes(sizes.rules()[name], sizes.batch, prompt_len=1))
     fill_cache(engine, keys, values, sums)
-    rows = workload.batch
-    block = PromptBlock(torch.zeros(rows, workload.cache_len, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+    rows = sizes.batch
+    block = PromptBlock(torch.zeros(rows, sizes.cache_len, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     start = BlockStart(1, torch.zeros(rows, 1, dtype=torch.int64))
-    step_s = engine.run(block, workload.steps + 2, Greedy(), start).step_s
+    step_s = engine.run(block, sizes.steps + 2, Greedy(), start).step_s
     return statistics.fmean(step_s[1:])
 
 
 @torch.inference_mode()
-def _transformers_steps(workload: Workload, model: Any, keys: Tensor, values: Tensor) -> float:
+def _transformers_steps(sizes: DecodeSizes, model: Any, keys: Tensor, values: Tensor) -> float:
     """The same of transformers, as its generate() makes them for a greedy choice."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    for layer in range(workload.config.num_hidden_layers):
+    for layer in range(sizes.config.num_hidden_layers):
         cache.update(keys, values, layer)
-    ids = torch.zeros(workload.batch, 1, dtype=torch.int64)
+    ids = torch.zeros(sizes.batch, 1, dtype=torch.int64)
     seconds = []
-    for _ in range(workload.steps + 1):
+    for _ in range(sizes.steps + 1):
         started = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for the cache
@@ -247,29 +250,29 @@ def _seconds_of_reading() -> float:
 
 
 @torch.inference_mode()
-def _seconds_of_products(workload: Workload, runtime: Runtime) -> float:
+def _seconds_of_products(sizes: DecodeSizes, runtime: Runtime) -> float:
     """All products of a step with weights, and nothing else."""
     calls = []
-    for page in (*range(workload.config.num_hidden_layers), OUTER):
+    for page in (*range(sizes.config.num_hidden_layers), OUTER):
         for matrix in runtime.weights.page(page).matrices.values():
             out, inputs = matrix.shape
-            x = fill(torch.empty(workload.batch, inputs, dtype=workload.kind))
-            calls.append((matrix, x, torch.empty(workload.batch, out, dtype=workload.kind)))
+            x = fill(torch.empty(sizes.batch, inputs, dtype=sizes.kind))
+            calls.append((matrix, x, torch.empty(sizes.batch, out, dtype=sizes.kind)))
     started = time.perf_counter()
     for matrix, x, output in calls:
         matrix.product(x, None, output)
     return time.perf_counter() - started
 
 
-def _engine_row(workload: Workload, name: str, seconds: list[float], rates: Rates) -> dict[str, Any]:
+def _engine_row(sizes: DecodeSizes, name: str, seconds: list[float], rates: Rates) -> dict[str, Any]:
     """One of `engines`."""
     step_s = statistics.median(seconds)
-    kv_bytes = workload.kv_bytes(workload.live_slots(name))
+    kv_bytes = sizes.kv_bytes(sizes.live_slots(name))
     memory_s = (rates.weight_bytes + kv_bytes) / rates.read_bytes_s
     limit_s = max(memory_s, rates.products_s + kv_bytes / rates.read_bytes_s)
     return {
         "step_s": step_s,
-        "tok_s": workload.batch / step_s,
+        "tok_s": sizes.batch / step_s,
         "kv_bytes": kv_bytes,
         "memory_s": memory_s,
         "limit_s": limit_s,

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from flexgen_h2o.engine.assemble import Runtime
 from flexgen_h2o.engine.loop import Engine
-from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.kvcache.buffer import Padding
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kvcache.padding import Padding
 from flexgen_h2o.machine.platform import Platform
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.profiling.timing import fill
 from flexgen_h2o.weights.sources import DUMMY_STD
@@ -18,7 +18,7 @@ from flexgen_h2o.weights.sources import DUMMY_STD
 CPU = torch.device("cpu")
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, rows: int) -> Runtime:
+def random_model(config: ModelShape, dtype: torch.dtype, rows: int) -> Runtime:
     """A model of random weights in this machine's memory, for blocks of one sub-batch of `rows` rows; to be closed."""
     layout = best_layout(CPU, dtype, config.matrix_shapes())
     runtime = Runtime(config, dtype, Policy(gpu_batch_size=rows), Platform(CPU, matrix_layout=layout))
@@ -39,7 +39,7 @@ def fill_parameter(name: str, parameter: Tensor) -> Tensor:
     return fill(parameter).mul_(DUMMY_STD).add_(1.0 if name.endswith("norm.weight") else 0.0)
 
 
-def model_facts(config: ModelConfig) -> dict[str, Any]:
+def model_facts(config: ModelShape) -> dict[str, Any]:
     """What a record says of a model's shape."""
     return {"model": config.name, "layers": config.num_hidden_layers, "hidden_size": config.hidden_size}
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from flexgen_h2o.bench.paths import CACHE
 from flexgen_h2o.machine.platform import DTYPES
-from flexgen_h2o.plan.model_config import ModelConfig, published
+from flexgen_h2o.models.registry import facts_of, published
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.weights.sources import dummy_source
 
 SHARD_BYTES = 512 * 2**20
@@ -38,7 +39,7 @@ def published_checkpoint(model: str, dtype: str, root: Path = CACHE) -> Path:
 
 
 def write_checkpoint(
-    config: ModelConfig, dtype: str, folder: Path, seed: int = 0, shard_bytes: int = SHARD_BYTES
+    config: ModelShape, dtype: str, folder: Path, seed: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Writes a checkpoint with random weights. It appears under its name once it is complete.
 
@@ -57,7 +58,9 @@ def write_checkpoint(
             "eos_token_id": config.eos_token_ids[0],
             "pad_token_id": config.pad_token_id,
         }
-        _write_json(part / "config.json", {**config_values(config), **special, "torch_dtype": dtype})
+        _write_json(
+            part / "config.json", {**facts_of(config.family).config_values(config), **special, "torch_dtype": dtype}
+        )
         _write_json(part / "generation_config.json", special)
         _write_tokenizer(config.vocab_size, config.max_position_embeddings, part)
         part.chmod(0o755)
@@ -70,12 +73,12 @@ def write_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _write_weights(config: ModelConfig, dtype: torch.dtype, folder: Path, seed: int, shard_bytes: int) -> None:
+def _write_weights(config: ModelShape, dtype: torch.dtype, folder: Path, seed: int, shard_bytes: int) -> None:
     """Shards, each of whole tensors, and their index."""
     source = dummy_source(config, seed, dtype, torch.device("cpu"))
     tensors = source(list(config.shapes()))
     files, total = [], 0
-    for number, shard in enumerate(_shards(tensors, shard_bytes)):
+    for number, shard in enumerate(_shards(tensors, facts_of(config.family).checkpoint_key, shard_bytes)):
         save_file(shard, folder / f"{number}", metadata={"format": "pt"})
         files.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
@@ -88,42 +91,18 @@ def _write_weights(config: ModelConfig, dtype: torch.dtype, folder: Path, seed: 
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _shards(tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _shards(
+    tensors: Iterator[tuple[str, Tensor]], key_of: Callable[[str], str], shard_bytes: int
+) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     held = 0
     for name, tensor in tensors:
         if shard and held + tensor.nbytes > shard_bytes:
             yield shard
             shard, held = {}, 0
-        prefix = "" if name.startswith("lm_head.") else "model.decoder."
-        shard[prefix + name] = tensor
+        shard[key_of(name)] = tensor
         held += tensor.nbytes
     yield shard
-
-
-def config_values(config: ModelConfig) -> dict[str, Any]:
-    """What transformers' OPTConfig takes, special tokens and dtype apart."""
-    return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "word_embed_proj_dim": config.word_embed_proj_dim,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "ffn_dim": config.ffn_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "do_layer_norm_before": config.do_layer_norm_before,
-        "_remove_final_layer_norm": config.remove_final_layer_norm,
-        "enable_bias": config.enable_bias,
-        "layer_norm_elementwise_affine": config.layer_norm_elementwise_affine,
-        "activation_function": config.activation_function,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "layerdrop": 0.0,
-        "use_cache": True,
-    }
 
 
 def _write_tokenizer(vocab_size: int, most_tokens: int, folder: Path) -> None:

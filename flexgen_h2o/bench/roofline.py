@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.jobs.report import machine_name
+from flexgen_h2o.machine.environment import machine_name
 from flexgen_h2o.memory.direct_io import DirectFile, aligned_bytes
+from flexgen_h2o.plan.work import PhaseWork
 from flexgen_h2o.profiling.quick import known_rates
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.limits import PhaseWork, resource_seconds
+from flexgen_h2o.search.limits import resource_seconds
 from flexgen_h2o.search.rates import Rate
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}

@@ -15,7 +15,7 @@ from flexgen_h2o.bench.peers import PeerJob, alternate
 from flexgen_h2o.bench.published_models import published_checkpoint
 from flexgen_h2o.bench.roofline import Rooflines, in_bytes
 from flexgen_h2o.machine.limits import usable_memory
-from flexgen_h2o.plan.model_config import from_folder
+from flexgen_h2o.models.registry import from_folder
 
 FIRST_BATCH = 8
 LEAST_GAIN = 1.05

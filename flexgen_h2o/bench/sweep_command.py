@@ -11,11 +11,12 @@ from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError, add_note
 from flexgen_h2o.bench.grid import BITS, Plan, Setting, contenders
-from flexgen_h2o.commands.command import EXIT_FAILED, EXIT_OK, Flags, unwritable
-from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.commands.command import EXIT_FAILED, EXIT_OK
+from flexgen_h2o.commands.flags import Flags, unwritable
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.plan.names import DTYPES
 
 AUTO = "auto"
-DTYPES = ("bfloat16", "float16", "float32")
 AMOUNT = r"[1-9][0-9]*[KMG]?"
 CLIMB_STEPS = 5  # generations that looking for the best number of rows usually takes
 
@@ -74,7 +75,7 @@ def sweep(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from tqdm import tqdm
 
     from flexgen_h2o.bench.sweep import Sweep
-    from flexgen_h2o.jobs.report import append_record
+    from flexgen_h2o.machine.environment import append_record
 
     known = _known(output) if args.resume else []
     command = shlex.join(["python", "-m", "flexgen_h2o.bench", *(word for word in argv if word != "--resume")])
@@ -200,7 +201,7 @@ def told(record: dict[str, Any]) -> str:
 def _known(output: Path) -> list[dict[str, Any]]:
     """Records in a file that were made by the code as it is now."""
     from flexgen_h2o.bench.trials import trials_in
-    from flexgen_h2o.jobs.report import environment
+    from flexgen_h2o.machine.environment import environment
 
     now = environment()
     if now["git_dirty"]:

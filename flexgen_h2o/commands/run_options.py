@@ -1,17 +1,20 @@
 """The flags of `python -m flexgen_h2o.run`: parsed, checked, every mistake reported at once."""
 
 import argparse
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.basics.memory_sizes import MOST_GB
-from flexgen_h2o.commands.command import Flags, Parser, unwritable
-from flexgen_h2o.plan.policy import EVICTIONS, MOST_ROWS, EvictionSpec, Policy
+from flexgen_h2o.basics.settings import field_values, flag_name, setting, settings_of
+from flexgen_h2o.commands.flags import Flags, Parser, unwritable
+from flexgen_h2o.commands.settings_flags import add_flags, filled_from, given_values
+from flexgen_h2o.kvcache.eviction.registry import HELP
+from flexgen_h2o.kvcache.eviction.spec import EvictionSpec
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.policy_files import read_policy
-
-DEFAULT_GEN_LEN = 32
+from flexgen_h2o.plan.run_settings import MemoryBudgets, ModelChoice
+from flexgen_h2o.plan.sampling import SamplingParams
 
 DESCRIPTION = "Generates text for a file of prompts, or for random prompts to measure speed."
 
@@ -24,198 +27,186 @@ written, with the policy that it was begun with. OUTPUT.job keeps how far it has
 command says so and writes nothing, until --restart is given."""
 
 
-FLAGS = {
-    "model": {
-        "--model": "folder in Hugging Face format or name, e.g. opt-30b (default: the demo model)",
-        "--path": "folder in which a named model is looked for first",
-        "--dummy-weights": "random weights: for measuring speed",
-        "--device": "auto, cuda, cpu, or meta for a dry run that only counts bytes (default: auto)",
-        "--dtype": "auto, float32, bfloat16 or float16 (default: auto)",
-    },
-    "prompts and results": {
-        "--input": "FILE.jsonl, FILE.txt (a prompt a line) or - (JSON lines on standard input)",
-        "--output": "FILE.jsonl (default: standard output)",
-        "--restart": "begin again, whatever an earlier run has left in --output",
-        "--checkpoint-minutes": "save inside a block too, whenever so many minutes are at risk (default: only between"
-        " blocks)",
-        "--metrics": "FILE.prom for Prometheus metrics, replaced every few seconds",
-        "--strict": "exit 1 if any prompt could not be served",
-        "--json": "print the report as one JSON object, the last line",
-        "--hardware": "rates to plan with and to compute limits from: auto (this machine's file; without one it is"
-        " measured quickly, once, where rates are needed), a name or FILE",
-        "--trace": "FILE for a trace of what every resource did when, for Perfetto or chrome://tracing",
-        "--prompt-len": "longest prompt in tokens (default: the longest of the input)",
-        "--gen-len": f"tokens to generate per prompt (default: {DEFAULT_GEN_LEN})",
-    },
-    "block": {
-        "--gpu-batch-size": "rows of a prefill sub-batch (default: as --policy says; with --percent 32)",
-        "--num-gpu-batches": "sub-batches of a block (default: as --policy says; with --percent 1)",
-        "--decode-batch-size": "rows computed together in decode (default: the block)",
-        "--policy": "auto, for the block and the homes that the policy search finds for this machine or --hardware,"
-        " which is the default without --percent; or FILE, as policy_search -o writes it. A dry run without --hardware"
-        " is of no machine, and has nothing to search with: there the default is one block of 32 rows on the gpu",
-    },
-    "homes (GB are 2**30 bytes)": {
-        "--percent": "six numbers: per cent of weights on gpu and cpu, of cache likewise, of hidden states likewise;"
-        " the rest is on disk (default: as --policy says)",
-        "--gpu-mem": "budget on the gpu; without a GPU it adds to --cpu-mem",
-        "--cpu-mem": "budget in host memory (default: what is usable)",
-        "--disk-mem": "budget on disk (default: what is free)",
-        "--offload-dir": "folder for KV and hidden states on disk (default: ~/flexgen_h2o_offload)",
-        "--overlap": "load ahead: true or false (default: true)",
-        "--pin-weight": "weights in pinned host memory (default: true)",
-        "--cpu-cache-compute": "attention beside KV in host memory (default: false)",
-        "--compress-weight": "weights in 4-bit groups (default: false)",
-    },
-    "KV cache": {
-        "--eviction": f"{', '.join(EVICTIONS)} (default: h2o)",
-        "--hh-ratio": "heavy hitters, as a share of prompt + generated (default: 0.1)",
-        "--recent-ratio": "recent entries, likewise (default: as --hh-ratio)",
-        "--hh-size": "heavy hitters, in entries",
-        "--recent-size": "recent entries, in entries",
-        "--sink-size": "first tokens kept by --eviction sink (default: 4)",
-        "--compress-cache": "keys and values in 4-bit groups (default: false)",
-        "--ring-16bit": "with --compress-cache, recent entries stay in the compute precision (default: false)",
-    },
-    "sampling": {
-        "--do-sample": "sample instead of taking the likeliest token",
-        "--temperature": "default 1; 0 is greedy",
-        "--top-k": "only the k likeliest tokens (default: 0, all)",
-        "--top-p": "only the likeliest tokens that sum to p (default: 1)",
-        "--seed": "of sampling, dummy weights and random prompts (default: 0)",
-        "--stop": "string that ends a text; may be repeated",
-        "--stop-token-ids": "token ids that end a text",
-        "--ignore-eos": "go on after the end-of-text token",
-    },
+@dataclass(frozen=True, kw_only=True)
+class JobFlags:
+    """Where prompts come from, what becomes of the results, and what is planned with.
+
+    Attributes:
+        hardware: None for no machine.
+    """
+
+    input: str | None = setting(
+        None, "text", "FILE.jsonl, FILE.txt (a prompt a line) or - (JSON lines on standard input)", topic="results"
+    )
+    output: str | None = setting(None, "text", "FILE.jsonl", shown="standard output", topic="results")
+    restart: bool = setting(
+        False, "given", "begin again, whatever an earlier run has left in --output", topic="results"
+    )
+    checkpoint_minutes: float | None = setting(
+        None,
+        "real",
+        "save inside a block too, whenever so many minutes are at risk",
+        shown="only between blocks",
+        topic="results",
+    )
+    metrics: str | None = setting(
+        None, "text", "FILE.prom for Prometheus metrics, replaced every few seconds", topic="results"
+    )
+    strict: bool = setting(False, "given", "exit 1 if any prompt could not be served", topic="results")
+    json: bool = setting(False, "given", "print the report as one JSON object, the last line", topic="results")
+    hardware: str | None = setting(
+        None,
+        "text",
+        "rates to plan with and to compute limits from: auto (this machine's file; without one it is measured quickly,"
+        " once, where rates are needed), a name or FILE",
+        topic="results",
+    )
+    trace: str | None = setting(
+        None,
+        "text",
+        "FILE for a trace of what every resource did when, for Perfetto or chrome://tracing",
+        topic="results",
+    )
+    prompt_len: int | None = setting(
+        None, "whole", "longest prompt in tokens", shown="the longest of the input", topic="results", least=1
+    )
+    policy: str | None = setting(
+        None,
+        "text",
+        "auto, for the block and the homes that the policy search finds for this machine or --hardware, which is the"
+        " default without --percent; or FILE, as policy_search -o writes it. A dry run without --hardware is of no"
+        " machine, and has nothing to search with: there the default is one block of 32 rows on the gpu",
+        topic="block",
+    )
+
+
+KINDS = (ModelChoice, EvictionSpec, Policy, JobFlags, MemoryBudgets, SamplingParams)
+GROUPS = {  # title -> topics of settings, in the order in which help lists them
+    "model": ("model",),
+    "prompts and results": ("results",),
+    "block": ("block",),
+    "homes (GB are 2**30 bytes)": ("homes", "loading", "computing"),
+    "KV cache": ("cache",),
+    "sampling": ("sampling",),
 }
-
-
-def _flag(name: str) -> str:
-    """The flag of a field of Policy."""
-    return "--" + name.replace("_", "-")
-
-
-POLICY_FLAGS = tuple(_flag(field.name) for field in fields(Policy))
 # A dry run leaves files alone, and times nothing.
-IDLE_IN_A_DRY_RUN = ("--output", "--restart", "--checkpoint-minutes", "--metrics", "--strict", "--trace")
-GIVEN_OR_NOT: dict[str, Any] = {"action": "store_true"}
-TRUE_IF_BARE: dict[str, Any] = {"nargs": "?", "const": "true"}
-KINDS = {  # flags that do not take exactly one value
-    **dict.fromkeys(("--dummy-weights", "--restart", "--strict", "--json"), GIVEN_OR_NOT),
-    **dict.fromkeys(("--do-sample", "--ignore-eos"), GIVEN_OR_NOT),
-    **dict.fromkeys(("--overlap", "--pin-weight", "--cpu-cache-compute"), TRUE_IF_BARE),
-    **dict.fromkeys(("--compress-weight", "--compress-cache", "--ring-16bit"), TRUE_IF_BARE),
-    "--percent": {"nargs": "+", "metavar": "N"},
-    "--stop-token-ids": {"nargs": "+", "metavar": "ID"},
-    "--stop": {"action": "append"},
-}
+IDLE_IN_A_DRY_RUN = ("output", "restart", "checkpoint_minutes", "metrics", "strict", "trace")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All flags. Values stay text here, so that every mistake in them can be reported at once."""
     parser = Parser(prog="python -m flexgen_h2o.run", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
-    for title, flags in FLAGS.items():
+    for title, topics in GROUPS.items():
         group = parser.add_argument_group(title)
-        for flag, text in flags.items():
-            group.add_argument(flag, help=text.replace("%", "%%"), **KINDS.get(flag, {}))
+        for topic in topics:
+            add_flags(group, KINDS, topic)
     return parser
 
 
-@dataclass(frozen=True)
-class Options:
-    """Checked flags."""
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(JobFlags):
+    """Checked flags.
 
-    llm: dict[str, Any]  # arguments of LLM
-    params: dict[str, Any]  # arguments of SamplingParams
-    input: str | None
-    output: str | None
-    prompt_len: int | None
-    strict: bool
-    json: bool
-    hardware: str | None  # None for no machine
-    trace: str | None
-    searches: bool  # for the parts of the policy that are not given
-    restart: bool
-    checkpoint_s: float | None
-    metrics: str | None
-    given_policy: dict[str, Any]  # fields of Policy that are on the command line, or in the file that it names
-    gpu_only: tuple[str, ...]  # flags given that only matter beside a GPU
-    timed_only: tuple[str, ...]  # flags given that only matter where something is computed
-    has_fixed_sizes: bool  # the KV buffer's size does not depend on the prompts
+    Attributes:
+        begins_with: fields of the policy that a run begins with, until a search has found a better one.
+        given_policy: those of them that are on the command line, or in the file that it names.
+        searches: for the parts of the policy that are not given.
+        gpu_only: flags given that only matter beside a GPU.
+        timed_only: flags given that only matter where something is computed.
+    """
+
+    model: ModelChoice
+    budgets: MemoryBudgets
+    eviction: EvictionSpec
+    params: SamplingParams
+    begins_with: dict[str, Any]
+    given_policy: dict[str, Any]
+    searches: bool
+    gpu_only: tuple[str, ...]
+    timed_only: tuple[str, ...]
+
+    @property
+    def llm(self) -> dict[str, Any]:
+        """Arguments of LLM."""
+        return {
+            **field_values(self.model),
+            **field_values(self.budgets),
+            **field_values(self.eviction),
+            **self.begins_with,
+            "prompt_len": self.prompt_len,
+            "seed": self.params.seed,
+            "trace": self.trace is not None,
+        }
 
     @property
     def may_resume(self) -> bool:
         """Whether the job goes from one file to another, so that it can go on after an interruption."""
         return self.input not in (None, "-") and self.output is not None
 
+    @property
+    def checkpoint_s(self) -> float | None:
+        return None if self.checkpoint_minutes is None else 60 * self.checkpoint_minutes
 
-def read_flags(argv: list[str]) -> Options:
+
+def asks_for_evictions(argv: list[str]) -> bool:
+    """Whether the command line asks what the eviction policies are. Raises UsageError if it cannot be read."""
+    return bool(build_parser().parse_known_args(argv)[0].eviction == HELP)
+
+
+def read_flags(argv: list[str]) -> RunOptions:
     """Parses and checks the command line. Raises UsageError with every mistake found in it."""
     args, unknown = build_parser().parse_known_args(argv)
     flags = Flags(args)
     flags.problems += [f"{word} is not a flag of this command; see --help" for word in unknown]
-    llm = _llm_arguments(args, flags)
-    searches = _searches(args, flags)
-    given_policy = {
-        field.name: llm[field.name] for field in fields(Policy) if field.name in llm and flags.given(_flag(field.name))
-    }
+    given_policy = given_values(flags, Policy)
+    model = filled_from(flags, ModelChoice)
+    job = given_values(flags, JobFlags)
+    is_dry = model.device == "meta"
+    searches = _searches(args, flags, is_dry)
     if args.policy not in (None, "auto"):
         given_policy |= _policy_of_file(args.policy, flags)
-        llm |= given_policy
-    elif searches:
-        llm = {**_begin_with(given_policy), **llm}
-    params = _sampling_arguments(args, flags, llm["seed"])
-    _check_files(args, flags)
-    checkpoint_minutes = flags.real("--checkpoint-minutes")
-    sizes = ("recent_size",) if llm["eviction"] in ("local", "sink") else ("hh_size", "recent_size")
-    options = Options(
-        llm=llm,
-        params=params,
-        input=args.input,
-        output=args.output,
-        prompt_len=llm["prompt_len"],
-        strict=args.strict,
-        json=args.json,
-        hardware=args.hardware or (None if args.device == "meta" else "auto"),
-        trace=args.trace,
-        searches=searches,
-        restart=args.restart,
-        checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
-        metrics=args.metrics,
+    options = RunOptions(
+        **{**job, "hardware": args.hardware or (None if is_dry else "auto")},
+        model=model,
+        budgets=filled_from(flags, MemoryBudgets),
+        eviction=filled_from(flags, EvictionSpec),
+        params=filled_from(flags, SamplingParams),
+        begins_with={**(_sizes_that_agree(given_policy) if searches else {}), **given_policy},
         given_policy=given_policy,
-        gpu_only=tuple(flag for flag in ("--pin-weight", "--cpu-cache-compute") if flags.given(flag)),
-        timed_only=tuple(flag for flag in IDLE_IN_A_DRY_RUN if flags.given(flag)),
-        has_fixed_sizes=llm["eviction"] != "full" and all(llm[name] is not None for name in sizes),
+        searches=searches,
+        gpu_only=_given_of(flags, Policy, ("pin_weight", "cpu_cache_compute")),
+        timed_only=_given_of(flags, JobFlags, IDLE_IN_A_DRY_RUN),
     )
-    if options.input == "-" and not (args.prompt_len or options.has_fixed_sizes):
-        instead = {"h2o": ", or --hh-size and --recent-size", "full": ""}.get(llm["eviction"], ", or --recent-size")
-        flags.problems.append(f"--input - can be read only once: give --prompt-len{instead}")
-    if not options.may_resume:
-        flags.problems += [
-            f"{flag} means nothing without --input FILE and --output FILE; leave it out"
-            for flag in ("--restart", "--checkpoint-minutes")
-            if flags.given(flag)
-        ]
+    _check_sampling(options.params, flags)
+    _check_files(args, flags)
+    _check_lengths_and_resuming(options, flags)
     if args.path is not None and args.model is None:
         flags.problems.append(f"--path {args.path} means nothing without a name for --model; leave it out")
-    _add_deeper_problems(options, flags)
+    flags.problems += options.eviction.problems() + Policy(**options.begins_with).problems()
+    flags.problems += options.params.problems()
     if flags.problems:
         raise UsageError(flags.problems)
-    if args.device == "meta":
-        return replace(options, output=None, strict=False, restart=False, checkpoint_s=None, metrics=None, trace=None)
+    if is_dry:
+        return replace(options, **{name: getattr(JobFlags(), name) for name in IDLE_IN_A_DRY_RUN})
     return options
 
 
-def _searches(args: argparse.Namespace, flags: Flags) -> bool:
+def _given_of(flags: Flags, kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The flags of some fields that are on the command line."""
+    known = settings_of(kind)
+    return tuple(known[name].flag for name in names if flags.given(known[name].flag))
+
+
+def _searches(args: argparse.Namespace, flags: Flags, is_dry: bool) -> bool:
     """Whether the policy search chooses what is not given."""
     if args.policy == "auto" and args.percent is not None:
         flags.problems.append("--policy auto and --percent both say where things live; leave one of them out")
     if args.policy is not None or args.percent is not None:
         return bool(args.policy == "auto")
-    return args.device != "meta" or args.hardware is not None
+    return not is_dry or args.hardware is not None
 
 
-def _begin_with(given: dict[str, Any]) -> dict[str, Any]:
+def _sizes_that_agree(given: dict[str, Any]) -> dict[str, Any]:
     """Sizes of a block that agree with those that are given, until a search has found better ones."""
     rows, decode_rows = given.get("gpu_batch_size"), given.get("decode_batch_size")
     if decode_rows is None:
@@ -223,71 +214,34 @@ def _begin_with(given: dict[str, Any]) -> dict[str, Any]:
     return {"gpu_batch_size": decode_rows} if rows is None else {"num_gpu_batches": -(-decode_rows // rows)}
 
 
-def _llm_arguments(args: argparse.Namespace, flags: Flags) -> dict[str, Any]:
-    """What the model is made with; what was not given is left out where it has a default there."""
-    switches = {"overlap": True, "pin_weight": True, "cpu_cache_compute": False}
-    switches |= dict.fromkeys(("compress_weight", "compress_cache", "ring_16bit"), False)
-    given = {
-        "gpu_batch_size": flags.whole("--gpu-batch-size", 1, MOST_ROWS),
-        "num_gpu_batches": flags.whole("--num-gpu-batches", 1, MOST_ROWS),
-        "decode_batch_size": flags.whole("--decode-batch-size", 1, MOST_ROWS),
-        "percent": flags.percent("--percent", args.percent),
-        "offload_dir": args.offload_dir,
-        **{name: flags.switch("--" + name.replace("_", "-"), default) for name, default in switches.items()},
-    }
-    return {
-        "model": args.model,
-        "path": args.path,
-        "eviction": flags.choice("--eviction", EVICTIONS, "h2o"),
-        "hh_ratio": flags.ratio("--hh-ratio"),
-        "recent_ratio": flags.ratio("--recent-ratio"),
-        "hh_size": flags.whole("--hh-size", 0),
-        "recent_size": flags.whole("--recent-size", 1),
-        "sink_size": flags.whole("--sink-size", 1),
-        "prompt_len": flags.whole("--prompt-len", 1),
-        "dtype": flags.choice("--dtype", ("auto", "float32", "bfloat16", "float16"), "auto"),
-        "device": flags.choice("--device", ("auto", "cuda", "cpu", "meta"), "auto"),
-        **{f"{tier}_mem": flags.real(f"--{tier}-mem", most=MOST_GB) for tier in ("gpu", "cpu", "disk")},
-        "dummy_weights": args.dummy_weights,
-        "trace": args.trace is not None,
-        "seed": flags.whole("--seed", 0, 2**63 - 1) or 0,
-        **{name: value for name, value in given.items() if value is not None},
-    }
-
-
 def _policy_of_file(path: str, flags: Flags) -> dict[str, Any]:
     """The fields of a policy's file; no flag may say them once more."""
-    again = [name for name in POLICY_FLAGS if flags.given(name)]
-    flags.problems += [f"{name} and --policy {path} both say it; leave one of them out" for name in again]
-    try:
-        policy = read_policy(Path(path))
-    except UsageError as error:
-        flags.problems += error.problems
-        return {}
-    return {field.name: getattr(policy, field.name) for field in fields(Policy)}
+    again = [known.flag for known in settings_of(Policy).values() if flags.given(known.flag)]
+    flags.problems += [f"{flag} and --policy {path} both say it; leave one of them out" for flag in again]
+    policy = flags.checked(read_policy, Path(path))
+    return {} if policy is None else field_values(policy)
 
 
-def _sampling_arguments(args: argparse.Namespace, flags: Flags, seed: int) -> dict[str, Any]:
-    temperature = flags.real("--temperature")
+def _check_sampling(params: SamplingParams, flags: Flags) -> None:
+    """Notes what means nothing where the likeliest token is taken."""
     for flag in ("--temperature", "--top-k", "--top-p"):
-        is_greedy = flag == "--temperature" and temperature == 0
-        if flags.given(flag) and not args.do_sample and not is_greedy:
+        is_greedy = flag == "--temperature" and params.temperature == 0
+        if flags.given(flag) and not params.do_sample and not is_greedy:
             flags.problems.append(f"{flag} means nothing without --do-sample; add it or leave {flag} out")
-    given = {
-        "max_new_tokens": flags.whole("--gen-len", 1) or DEFAULT_GEN_LEN,
-        "temperature": temperature,
-        "top_k": flags.whole("--top-k", 0),
-        "top_p": flags.real("--top-p"),
-    }
-    stop_ids = [flags.whole_number("--stop-token-ids", text, 0) for text in args.stop_token_ids or []]
-    return {
-        **{name: value for name, value in given.items() if value is not None},
-        "do_sample": args.do_sample,
-        "seed": seed,
-        "stop": tuple(args.stop or ()),
-        "stop_token_ids": tuple(token for token in stop_ids if token is not None),
-        "ignore_eos": args.ignore_eos,
-    }
+
+
+def _check_lengths_and_resuming(options: RunOptions, flags: Flags) -> None:
+    """Notes what prompts that can be read only once, or results that go nowhere, do not allow."""
+    if options.input == "-" and not (flags.given("--prompt-len") or options.eviction.has_fixed_sizes):
+        sizes = " and ".join(flag_name(name) for name in options.eviction.size_fields)
+        instead = f", or {sizes}" if sizes else ""
+        flags.problems.append(f"--input - can be read only once: give --prompt-len{instead}")
+    if not options.may_resume:
+        flags.problems += [
+            f"{flag} means nothing without --input FILE and --output FILE; leave it out"
+            for flag in ("--restart", "--checkpoint-minutes")
+            if flags.given(flag)
+        ]
 
 
 def _check_files(args: argparse.Namespace, flags: Flags) -> None:
@@ -328,15 +282,3 @@ def _output_problem(args: argparse.Namespace) -> str | None:
     if args.input not in (None, "-") and output.exists() and Path(args.input).exists() and output.samefile(args.input):
         return f"--output {output} is the input file; give another name"
     return unwritable("--output", output)
-
-
-def _add_deeper_problems(options: Options, flags: Flags) -> None:
-    """Adds what the parts of a run find wrong with their own settings."""
-    from flexgen_h2o.engine.sampling import SamplingParams
-
-    def given(kind: type) -> dict[str, Any]:
-        return {field.name: options.llm[field.name] for field in fields(kind) if field.name in options.llm}
-
-    spec = EvictionSpec(options.llm["eviction"], **given(EvictionSpec))
-    flags.problems += spec.problems() + Policy(**given(Policy)).problems()
-    flags.problems += SamplingParams(**options.params).problems()

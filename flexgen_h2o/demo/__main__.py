@@ -4,12 +4,18 @@ The shipped model is told a password, asked for it three times, given some two h
 again. Every policy answers the same prompt; all but the full cache keep a fifth of its entries.
 """
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.commands.command import EXIT_OK, run_command
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.llm import LLM
-from flexgen_h2o.plan.policy import DEFAULT_SINKS
+from flexgen_h2o.commands.flags import Parser
+from flexgen_h2o.kvcache.eviction.spec import DEFAULT_SINKS
+from flexgen_h2o.plan.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
 
 NOVEL = Path(__file__).parent / "heldout" / "austen5.txt"
 NOVEL_CHARACTERS = 800  # about two hundred tokens
@@ -38,8 +44,10 @@ def prompt() -> str:
     return FACTS + asked + page + QUESTION
 
 
-def policy_model(eviction: str, entries: int) -> LLM:
+def policy_model(eviction: str, entries: int) -> "LLM":
     """The demo model with an eviction policy that keeps `entries` entries per row and head."""
+    from flexgen_h2o.llm import LLM
+
     if eviction == "full":
         return LLM(eviction="full", dtype="float32")
     heavy = {"h2o": entries // 2, "sink": DEFAULT_SINKS}.get(eviction, 0)
@@ -47,8 +55,12 @@ def policy_model(eviction: str, entries: int) -> LLM:
     return LLM(eviction=eviction, hh_size=hh_size, recent_size=entries - heavy, dtype="float32")
 
 
-def main() -> int:
-    """Prints the answers of all policies."""
+def main(argv: Sequence[str] = ()) -> int:
+    """Prints the answers of all policies. Raises UsageError for flags: there are none but --help."""
+    Parser(prog="python -m flexgen_h2o.demo", description=__doc__, allow_abbrev=False).parse_args(argv)
+    # Loading torch takes a second, which --help need not wait for.
+    from flexgen_h2o.llm import LLM
+
     text = prompt()
     print(text.splitlines()[0])
     print("... asked and answered three times, then a page of Jane Austen, then:")
@@ -67,4 +79,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda: main(sys.argv[1:]))

@@ -11,33 +11,29 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexgen_h2o.engine.hidden import HiddenStore
-from flexgen_h2o.engine.loop import Engine, unit_shapes
-from flexgen_h2o.kernels.matrices import MatrixLayout
+from flexgen_h2o.engine.loop import Engine
+from flexgen_h2o.kernels.matrices.layout import MatrixLayout
 from flexgen_h2o.kvcache.attention import prefill_attention_bytes
 from flexgen_h2o.kvcache.cache import KVCache
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
 from flexgen_h2o.machine.limits import process_baseline
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory.run_folder import RunFolder
 from flexgen_h2o.memory.tiers import Ledger, Tiers
-from flexgen_h2o.memory.transfer import LINKS, STAGING_BYTES, CudaTransfer, InlineTransfer, ThreadTransfer, Transfer
+from flexgen_h2o.memory.transfer import CudaTransfer, InlineTransfer, ThreadTransfer, Transfer
 from flexgen_h2o.memory.workspace import ALIGNMENT, Workspace
+from flexgen_h2o.models.base import TensorSource
 from flexgen_h2o.plan import footprint
-from flexgen_h2o.plan.footprint import GPU_PREFILL_LOGITS
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.footprint import GPU_PREFILL_LOGITS, STAGED_BYTES
+from flexgen_h2o.plan.kv_shape import unit_shapes
+from flexgen_h2o.plan.model_shape import ModelShape
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import achieved, place_weights, spread
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.schedule import cut_block
 from flexgen_h2o.plan.timeline import Timeline
 from flexgen_h2o.weights.files import WeightFolder
-from flexgen_h2o.weights.sources import TensorSource
 from flexgen_h2o.weights.store import Progress, WeightStore
-
-BASELINE_LINE = "process baseline"
-WORKSPACE_LINE = "workspace"
-PASSING_LINE = "temporaries"
-STAGING_LINE = "pinned staging"
-STAGED_BYTES = 2 * STAGING_BYTES * len(LINKS)
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Runtime:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelShape,
         dtype: torch.dtype,
         policy: Policy,
         platform: Platform,
@@ -92,10 +88,10 @@ class Runtime:
             baseline = process_baseline(self.dtype)
         hold = self._resources.enter_context
         device, policy = self.platform.device, self.policy
-        hold(self.ledger.held("cpu", BASELINE_LINE, baseline))
-        hold(self.ledger.held("gpu", BASELINE_LINE, self.platform.gpu_baseline))
+        hold(self.ledger.held("cpu", Line.BASELINE, baseline))
+        hold(self.ledger.held("gpu", Line.BASELINE, self.platform.gpu_baseline))
         if device.type == "cuda":
-            hold(self.ledger.held("cpu", STAGING_LINE, STAGED_BYTES))
+            hold(self.ledger.held("cpu", Line.STAGING, STAGED_BYTES))
             self.reserved_before = torch.cuda.memory_reserved(device)
             others = self.platform.gpu_baseline - self.reserved_before
             hold(_bound_on_gpu(self.platform.budgets.get("gpu"), others))
@@ -152,15 +148,15 @@ class Runtime:
         self._engine_resources = resources = ExitStack()
         try:
             passing = passing_bytes(config, policy, self.dtype.itemsize, sizes, self.platform.matrix_layout)
-            resources.enter_context(self.ledger.held("gpu", PASSING_LINE, passing))
+            resources.enter_context(self.ledger.held("gpu", Line.TEMPORARIES, passing))
             workspaces = [self._make_workspace(resources, sizes) for _ in range(policy.groups_in_flight)]
-            shapes = unit_shapes(config, sizes.rule, policy, sizes.rows)
+            shapes = unit_shapes(config, sizes.rule.sizes, policy, sizes.rows)
             if not self.platform.joint:
                 unit = shapes[0]
                 host_passing = footprint.host_passing_bytes(
                     unit.rows, unit.heads, unit.head_dim, unit.slots, self.dtype.itemsize
                 )
-                resources.enter_context(self.ledger.held("cpu", PASSING_LINE, host_passing))
+                resources.enter_context(self.ledger.held("cpu", Line.TEMPORARIES, host_passing))
             flat = spread(config.num_hidden_layers * len(shapes), percent.cache)
             homes = [flat[start : start + len(shapes)] for start in range(0, len(flat), len(shapes))]
             kv = KVCache(
@@ -192,8 +188,8 @@ class Runtime:
     def _make_workspace(self, resources: ExitStack, sizes: RunSizes) -> Workspace:
         logits = None if self.platform.joint else GPU_PREFILL_LOGITS
         nbytes = workspace_bytes(self.config, self.policy, self.dtype.itemsize, sizes, logits)
-        stored = self.tiers.allocate("gpu", WORKSPACE_LINE, (nbytes,), torch.uint8, WORKSPACE_LINE)
-        resources.callback(self.tiers.release, stored, WORKSPACE_LINE)
+        stored = self.tiers.allocate("gpu", Line.WORKSPACE, (nbytes,), torch.uint8, Line.WORKSPACE)
+        resources.callback(self.tiers.release, stored, Line.WORKSPACE)
         workspace = Workspace(stored.resident(frozenset(("gpu",))), logits)
         resources.callback(workspace.close)
         return workspace
@@ -203,11 +199,10 @@ class Runtime:
         weights = achieved(self.weights.sizes())
         if self._sizes is None:
             return [*weights]
-        units = unit_shapes(self.config, self._sizes.rule, self.policy, self._sizes.rows)
-        sizes = [unit.nbytes(self.dtype.itemsize) for unit in units]
-        homes = spread(self.config.num_hidden_layers * len(units), self.policy.percent.cache)
-        cache = achieved(zip(homes, sizes * self.config.num_hidden_layers, strict=True))
-        hidden = achieved(zip(spread(len(units), self.policy.percent.hidden), sizes, strict=True))
+        cache = achieved(self._engine.kv.sizes())
+        units = unit_shapes(self.config, self._sizes.rule.sizes, self.policy, self._sizes.rows)
+        rows = [unit.rows for unit in units]
+        hidden = achieved(zip(spread(len(units), self.policy.percent.hidden), rows, strict=True))
         return [*weights, *cache, *hidden]
 
     def close(self) -> None:
@@ -241,7 +236,7 @@ def _bound_on_gpu(budget: int | None, others: int) -> Iterator[None]:
 
 
 def workspace_bytes(
-    config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes, prefill_logits: int | None = None
+    config: ModelShape, policy: Policy, itemsize: int, sizes: RunSizes, prefill_logits: int | None = None
 ) -> int:
     """The most that compute takes of one workspace: for a layer in prefill or decode, or for the choice of tokens."""
     shape = cut_block(sizes.rows, policy.gpu_batch_size, policy.group_rows)
@@ -254,15 +249,15 @@ def workspace_bytes(
     return int(max(needs)) + 32 * ALIGNMENT
 
 
-def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: RunSizes, layout: MatrixLayout) -> int:
+def passing_bytes(config: ModelShape, policy: Policy, itemsize: int, sizes: RunSizes, layout: MatrixLayout) -> int:
     """What compute allocates and frees beside the workspace: hidden states that come and go, and what fills the KV."""
     unit_rows = min(policy.gpu_batch_size, sizes.rows)
     group_rows = max(unit_rows, min(policy.group_rows, sizes.rows))
     products = max(
-        layout.result_bytes(max(unit_rows * sizes.prompt_len, group_rows), config.ffn_dim, itemsize),
+        layout.result_bytes(max(unit_rows * sizes.prompt_len, group_rows), config.intermediate_size, itemsize),
         layout.result_bytes(group_rows, config.vocab_size, itemsize),
     )
-    slots = (sizes.rule.heavy, sizes.rule.recent)
+    slots = sizes.rule.sizes
     return int(
         footprint.passing_bytes(
             *(config, itemsize, unit_rows, sizes.prompt_len, slots, products),
@@ -271,7 +266,7 @@ def passing_bytes(config: ModelConfig, policy: Policy, itemsize: int, sizes: Run
     )
 
 
-def predict(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:
+def predict(config: ModelShape, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> Ledger:
     """What a run would hold on each tier at its peak: all its buffers, made on a device without memory."""
     dry = replace(platform, device=torch.device("meta"), budgets={}, make_transfer=None)
     with Runtime(config, dtype, policy, dry) as runtime:
@@ -281,5 +276,5 @@ def predict(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: P
         )
         runtime.engine(sizes)
         if platform.device.type == "cuda":
-            runtime.ledger.charge("cpu", STAGING_LINE, STAGED_BYTES)
+            runtime.ledger.charge("cpu", Line.STAGING, STAGED_BYTES)
         return runtime.ledger

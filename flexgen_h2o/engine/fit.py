@@ -9,14 +9,14 @@ import torch
 from flexgen_h2o.basics import folders
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.memory_sizes import gb
-from flexgen_h2o.engine.assemble import BASELINE_LINE, RunSizes, predict
+from flexgen_h2o.engine.assemble import RunSizes, predict
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory.extents import file_system, free_disk_bytes
 from flexgen_h2o.memory.tiers import Ledger
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.model_shape import ModelShape
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import TIERS, Percent, Tier
 from flexgen_h2o.plan.policy import Policy
-from flexgen_h2o.weights import store as weights
 
 # Of torch without an accelerator, of CUDA outside of torch's allocator, and of cuBLAS.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -42,7 +42,7 @@ class _Room:
     def taken(self, ledger: Ledger) -> int:
         """Bytes that a plan puts there."""
         on_disk = ledger.account("disk").largest
-        kept = on_disk.get(weights.LEDGER_LINE, 0)
+        kept = on_disk.get(Line.WEIGHTS, 0)
         return kept * self.for_weights + (sum(on_disk.values()) - kept) * self.for_files
 
 
@@ -75,7 +75,7 @@ class _Limits:
 
 
 def check_fit(
-    config: ModelConfig,
+    config: ModelShape,
     dtype: torch.dtype,
     policy: Policy,
     platform: Platform,
@@ -97,11 +97,11 @@ def check_fit(
     raise UsageError(f"{config.name} with --percent {policy.percent} needs {'; and '.join(exceeded)}. {way_out}")
 
 
-def lighter_plan(config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> str:
+def lighter_plan(config: ModelShape, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes) -> str:
     """What to do where a plan ran out of memory though it should have fitted: one that takes three quarters."""
     tier: Tier = "cpu" if platform.joint else "gpu"
     predicted = predict(config, dtype, policy, platform, sizes)
-    given_up = (predicted.peak(tier) - predicted.account(tier).largest.get(BASELINE_LINE, 0)) // 4
+    given_up = (predicted.peak(tier) - predicted.account(tier).largest.get(Line.BASELINE, 0)) // 4
     limits = _Limits({**platform.budgets, tier: predicted.peak(tier) - given_up}, platform.joint)
     return _way_out(config, dtype, policy, platform, sizes, limits)
 
@@ -131,7 +131,7 @@ def _rooms(platform: Platform, on_disk_already: Mapping[str, int]) -> tuple[_Roo
     folder = platform.offload_dir
     if folder is None or platform.device.type == "meta":
         return ()
-    kept = on_disk_already.get(weights.LEDGER_LINE, 0)
+    kept = on_disk_already.get(Line.WEIGHTS, 0)
     files = sum(on_disk_already.values()) - kept
     cache = Path(folders.CACHE).expanduser()
     if file_system(folder) == file_system(cache):
@@ -143,7 +143,7 @@ def _rooms(platform: Platform, on_disk_already: Mapping[str, int]) -> tuple[_Roo
 
 
 def _way_out(
-    config: ModelConfig, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes, limits: _Limits
+    config: ModelShape, dtype: torch.dtype, policy: Policy, platform: Platform, sizes: RunSizes, limits: _Limits
 ) -> str:
     """A placement that fits, or else a smaller block that does, as asked or with everything on disk."""
     for percent in LADDER:

@@ -13,9 +13,8 @@ from flexgen_h2o.memory.extents import Extent
 from flexgen_h2o.memory.run_folder import RunFolder
 from flexgen_h2o.memory.tiers import Stored, Tiers
 from flexgen_h2o.memory.transfer import Ticket, Transfer, start_load, start_store
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import Tier
-
-LEDGER_LINE = "hidden states"
 
 
 @dataclass
@@ -71,7 +70,7 @@ class HiddenStore:
             whole_pages(count * self._dtype.itemsize) if tier == "disk" else 0
             for tier, count in zip(homes, elements, strict=True)
         ]
-        self._tiers.ledger.charge("disk", LEDGER_LINE, sum(sizes))
+        self._tiers.ledger.charge("disk", Line.HIDDEN_STATES, sum(sizes))
         self._disk_bytes = sum(sizes)
         file = Extent(Path(), 0, self._disk_bytes)
         if run_folder is not None and self._disk_bytes:
@@ -84,10 +83,10 @@ class HiddenStore:
             return Place(extent=extent)
         if tier in self._tiers.reachable:
             # What compute returns stays where it is; it is counted as if it had been allocated here.
-            self._tiers.ledger.charge(tier, LEDGER_LINE, elements * self._dtype.itemsize)
-            self._homes.append(Stored(LEDGER_LINE, tier, (elements,), self._dtype))
+            self._tiers.ledger.charge(tier, Line.HIDDEN_STATES, elements * self._dtype.itemsize)
+            self._homes.append(Stored(Line.HIDDEN_STATES, tier, (elements,), self._dtype))
             return Place()
-        home = self._tiers.allocate(tier, LEDGER_LINE, (elements,), self._dtype, LEDGER_LINE, pin=True)
+        home = self._tiers.allocate(tier, Line.HIDDEN_STATES, (elements,), self._dtype, Line.HIDDEN_STATES, pin=True)
         self._homes.append(home)
         return Place(home=home)
 
@@ -139,8 +138,8 @@ class HiddenStore:
     def close(self) -> None:
         """Gives all bytes back."""
         for home in self._homes:
-            self._tiers.release(home, LEDGER_LINE)
-        self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
+            self._tiers.release(home, Line.HIDDEN_STATES)
+        self._tiers.ledger.release("disk", Line.HIDDEN_STATES, self._disk_bytes)
         self._homes, self._places, self._disk_bytes = [], [], 0
 
     def _home(self, place: Place) -> Tensor | Extent:

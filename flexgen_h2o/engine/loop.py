@@ -5,17 +5,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.engine.block import BlockStart, BlockWork, PromptBlock, RowFault, TokenChooser
-from flexgen_h2o.engine.hidden import HiddenStore
-from flexgen_h2o.kvcache.buffer import UnitShape
-from flexgen_h2o.kvcache.cache import KVCache
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
-from flexgen_h2o.memory.transfer import Transfer
-from flexgen_h2o.memory.workspace import Workspace
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.engine.block import BlockStart, BlockWork, PromptBlock, RowFault
+from flexgen_h2o.engine.rows import FixedRows, RowScheduler
+from flexgen_h2o.models.registry import family_of
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.schedule import (
     Attend,
@@ -28,15 +25,24 @@ from flexgen_h2o.plan.schedule import (
     Group,
     LoadCache,
     LoadHidden,
+    Operation,
+    Phase,
     Project,
     ReleaseWeights,
     StoreCache,
     StoreHidden,
+    Zigzag,
     cut_block,
-    zigzag,
 )
-from flexgen_h2o.search.limits import PhaseWork, decode_work, prefill_work
-from flexgen_h2o.weights.store import WeightStore
+from flexgen_h2o.plan.work import PhaseWork, decode_work, prefill_work
+
+if TYPE_CHECKING:  # what an engine is put together from is given to it
+    from flexgen_h2o.engine.chooser import TokenChooser
+    from flexgen_h2o.engine.hidden import HiddenStore
+    from flexgen_h2o.kvcache.cache import KVCache
+    from flexgen_h2o.memory.transfer import Transfer
+    from flexgen_h2o.memory.workspace import Workspace
+    from flexgen_h2o.weights.store import WeightStore
 
 OnStep = Callable[[BlockStart], None]  # told between two steps how far the block has come
 
@@ -77,16 +83,17 @@ class Engine:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelShape,
         policy: Policy,
-        weights: WeightStore,
-        kv: KVCache,
-        hidden: HiddenStore,
-        workspaces: Sequence[Workspace],
-        transfer: Transfer,
+        weights: "WeightStore",
+        kv: "KVCache",
+        hidden: "HiddenStore",
+        workspaces: "Sequence[Workspace]",
+        transfer: "Transfer",
         device: torch.device,
     ):
         self.config = config
+        self.family = family_of(config)
         self.policy = policy
         self.weights = weights
         self.kv = kv
@@ -99,7 +106,7 @@ class Engine:
         self,
         block: PromptBlock,
         gen_len: int,
-        chooser: TokenChooser,
+        chooser: "TokenChooser",
         start: BlockStart | None = None,
         on_step: OnStep = no_step,
     ) -> BlockTimes:
@@ -110,122 +117,127 @@ class Engine:
     def walk(
         self,
         block: PromptBlock,
-        tokens: Sequence[int],
-        chooser: TokenChooser,
+        numbers: Sequence[int],
+        chooser: "TokenChooser",
         start: BlockStart | None = None,
         on_step: OnStep = no_step,
     ) -> BlockTimes:
-        """Walks the given steps of the schedule; on a device without memory a few stand for all."""
+        """Walks the steps of the given numbers; on a device without memory a few stand for all."""
+        shape = cut_block(block.rows, self.policy.gpu_batch_size, self.policy.group_rows)
+        clock = _Clock(self.transfer, is_begun=start is not None)
         try:
-            return self._walk(block, tokens, chooser, start, on_step)
+            work = BlockWork(self, block, shape, start)
+            self._walk(work, FixedRows(shape, numbers), chooser, clock, on_step)
         except BaseException:
             # What is still on its way must not arrive in the next block. The first error is the one to report.
             with contextlib.suppress(Exception):
                 self.transfer.drain()
             self.weights.forget()
             raise
+        self._count(shape, block.width, numbers[0], clock)
+        return BlockTimes(clock.step_s[0], clock.step_s[1:], clock.work, work.faults)
 
     def _walk(
-        self,
-        block: PromptBlock,
-        tokens: Sequence[int],
-        chooser: TokenChooser,
-        start: BlockStart | None,
-        on_step: OnStep,
-    ) -> BlockTimes:
+        self, work: BlockWork, rows: RowScheduler, chooser: "TokenChooser", clock: "_Clock", on_step: OnStep
+    ) -> None:
+        """The one loop: pass after pass over the layers, until no row is left to go on with."""
         policy = self.policy
-        shape = cut_block(block.rows, policy.gpu_batch_size, policy.group_rows)
-        work = BlockWork(self, block, shape, start)
-        # The first of each is prefill's, which took nothing if it was done before.
-        step_s = [] if start is None else [0.0]
-        snapshots = [self._snapshot()] * (1 + len(step_s))
-        started = time.perf_counter()
-        for operation in zigzag(
-            tokens, self.config.num_hidden_layers, shape, policy.look_ahead, policy.groups_in_flight
-        ):
-            began = time.perf_counter()
-            match operation:
-                case FetchWeights(page):
-                    self.weights.fetch(page)
-                case LoadCache(layer, unit):
-                    self.kv.load(layer, unit)
-                case LoadHidden(group):
-                    self.hidden.load(group.index)
-                case Embed(token, group):
-                    work.embed(token, group)
-                case Project(token, layer, group):
-                    work.project(token, layer, group)
-                case Attend(token, layer, unit):
-                    work.attend(token, layer, unit)
-                case Finish(token, layer, group):
-                    work.finish(token, layer, group)
-                case StoreHidden(group):
-                    self.hidden.store(group.index)
-                case StoreCache(token, layer, unit):
-                    work.store_cache(token, layer, unit)
-                case ReleaseWeights(page):
-                    self.weights.release(page)
-                case Choose(token, group):
-                    work.choose(token, group, chooser)
-                case EndStep(token):
-                    work.end_step()
-                    step_s.append(time.perf_counter() - started)
-                    if token == 0:
-                        snapshots.append(self._snapshot())
-                    if chooser.finished() or token == tokens[-1]:
-                        break
-                    on_step(BlockStart(token + 1, work.next_ids, work.faults))
-                    started = time.perf_counter()
-            if isinstance(operation, COMPUTATIONS):
-                self.transfer.timeline.add("compute", operation, began, time.perf_counter())
+        schedule = Zigzag(self.config.num_hidden_layers, policy.look_ahead, policy.groups_in_flight)
+        step = rows.next_step(())
+        while step is not None:
+            clock.begin_step()
+            for operation in schedule.walk(step):
+                began = time.perf_counter()
+                self._carry_out(operation, work, chooser)
+                if isinstance(operation, COMPUTATIONS):
+                    self.transfer.timeline.add("compute", operation, began, time.perf_counter())
+            clock.end_step(step.phase)
+            done, step = step, rows.next_step(chooser.finished())
+            if step is not None:
+                on_step(BlockStart(done.number + 1, work.next_ids, work.faults))
         self.transfer.drain()  # what was still on its way to its home belongs to this block
-        snapshots.append(self._snapshot())
-        done = self._count(shape, block.width, tokens[0], len(step_s) - 1, snapshots)
-        return BlockTimes(step_s[0], step_s[1:], done, work.faults)
+        clock.end()
+
+    def _carry_out(self, operation: Operation, work: BlockWork, chooser: "TokenChooser") -> None:
+        match operation:
+            case FetchWeights(page):
+                self.weights.fetch(page)
+            case LoadCache(layer, unit):
+                self.kv.load(layer, unit)
+            case LoadHidden(group):
+                self.hidden.load(group.index)
+            case Embed(step, group):
+                work.embed(step, group)
+            case Project(layer, group):
+                work.project(layer, group)
+            case Attend(step, layer, unit, group):
+                work.attend(step, layer, unit, group)
+            case StoreCache(layer, unit, group):
+                work.store_cache(layer, unit, group)
+            case Finish(layer, group):
+                work.finish(layer, group)
+            case StoreHidden(group):
+                self.hidden.store(group.index)
+            case ReleaseWeights(page):
+                self.weights.release(page)
+            case Choose(step, group):
+                work.choose(step, group, chooser)
+            case EndStep():
+                work.end_step()
+
+    def _count(self, shape: BlockShape, width: int, first: int, clock: "_Clock") -> None:
+        """Adds to each phase's work what it has computed, from step `first` on."""
+        config, policy = self.config, self.policy
+        if not first:
+            clock.work["prefill"].add(prefill_work(config, policy, _row_counts(shape.prefill_groups), width))
+        columns = range(width + max(1, first), width + max(1, first) + len(clock.step_s) - 1)
+        slots, itemsize = [rule.sizes for rule in self.kv.rules], self.weights.dtype.itemsize
+        groups = _row_counts(shape.decode_groups)
+        clock.work["decode"].add(decode_work(config, policy, groups, slots, columns, itemsize))
+
+
+class _Clock:
+    """Seconds of prefill and of each decode step, and what was moved and busy in either phase.
+
+    The copies that prefill has begun for the first decode step are counted where they end.
+
+    Args:
+        is_begun: prefill was done before, and took nothing here.
+
+    Attributes:
+        step_s: prefill's first.
+        work: by phase.
+    """
+
+    def __init__(self, transfer: "Transfer", is_begun: bool):
+        self._transfer = transfer
+        self.step_s: list[float] = [0.0] if is_begun else []
+        self.work = {"prefill": PhaseWork(), "decode": PhaseWork()}
+        self._phase = "decode" if is_begun else "prefill"
+        self._moved, self._busy = self._snapshot()
+        self._started = 0.0
+
+    def begin_step(self) -> None:
+        self._started = time.perf_counter()
+
+    def end_step(self, phase: Phase) -> None:
+        self.step_s.append(time.perf_counter() - self._started)
+        if phase == "prefill":
+            self.end()
+            self._phase = "decode"
+
+    def end(self) -> None:
+        """Counts what has been moved, and was busy, since the phase began."""
+        moved, busy = self._snapshot()
+        self.work[self._phase].moved.update(moved - self._moved)
+        for lane, seconds in busy.items():
+            self.work[self._phase].busy_s[lane] = seconds - self._busy.get(lane, 0.0)
+        self._moved, self._busy = moved, busy
 
     def _snapshot(self) -> tuple[Counter[str], dict[str, float]]:
         """Bytes moved and seconds busy so far."""
-        return self.transfer.moved.copy(), self.transfer.timeline.busy_now()
-
-    def _count(
-        self,
-        shape: BlockShape,
-        width: int,
-        first: int,
-        steps: int,
-        snapshots: Sequence[tuple[Counter[str], dict[str, float]]],
-    ) -> dict[str, PhaseWork]:
-        """What each phase has computed, from step `first` on, and what was moved and busy between snapshots.
-
-        The copies that prefill has begun for the first decode step are counted where they end.
-        """
-        config, policy, rule = self.config, self.policy, self.kv.rule
-        prefill = prefill_work(config, policy, _row_counts(shape.prefill_groups), width) if not first else PhaseWork()
-        columns = range(width + max(1, first), width + max(1, first) + steps)
-        slots, itemsize = (rule.heavy, rule.recent), self.weights.dtype.itemsize
-        decode = decode_work(config, policy, _row_counts(shape.decode_groups), slots, columns, itemsize)
-        for phase, before, after in zip((prefill, decode), snapshots, snapshots[1:], strict=False):
-            phase.moved = after[0] - before[0]
-            phase.busy_s = {lane: seconds - before[1].get(lane, 0.0) for lane, seconds in after[1].items()}
-        return {"prefill": prefill, "decode": decode}
+        return self._transfer.moved.copy(), self._transfer.timeline.busy_now()
 
 
 def _row_counts(groups: Sequence[Group]) -> list[int]:
-    return [group.rows.stop - group.rows.start for group in groups]
-
-
-def unit_shapes(config: ModelConfig, rule: EvictionRule, policy: Policy, rows: int) -> list[UnitShape]:
-    """The buffers that one layer needs for a block of `rows` rows."""
-    units = cut_block(rows, policy.gpu_batch_size, policy.group_rows).unit_rows
-    return [
-        UnitShape(
-            rows=unit.stop - unit.start,
-            heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            heavy=rule.heavy,
-            recent=rule.recent,
-            heavy_in_4_bits=policy.cache_in_4_bits[0],
-            ring_in_4_bits=policy.cache_in_4_bits[1],
-        )
-        for unit in units
-    ]
+    return [group.count for group in groups]

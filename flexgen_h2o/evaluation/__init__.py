@@ -1,0 +1,1 @@
+"""What eviction costs in quality, and what there is in attention to evict by."""

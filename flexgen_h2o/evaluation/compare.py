@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from flexgen_h2o.evaluation.heldout import HeldoutSet
+from flexgen_h2o.evaluation.documents import HeldoutSet
 from flexgen_h2o.evaluation.policies import Policy, entries_of, policy_for
 from flexgen_h2o.evaluation.recall import RecallSet
-from flexgen_h2o.evaluation.scoring import ContinuationScores, Judge, join
+from flexgen_h2o.evaluation.scores import ContinuationScores, join
+from flexgen_h2o.evaluation.scoring import Judge
 from flexgen_h2o.evaluation.statistics import difference, estimate, perplexity, perplexity_change
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule, Full
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.plan.policy import Policy as RunPolicy
 
 

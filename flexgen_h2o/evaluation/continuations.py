@@ -17,9 +17,9 @@ from flexgen_h2o.engine.assemble import RunSizes
 from flexgen_h2o.engine.block import pad_prompts
 from flexgen_h2o.engine.loop import Engine
 from flexgen_h2o.evaluation.policies import POLICIES, Budget
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.spec import DEFAULT_SINKS
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.plan.policy import DEFAULT_SINKS
 
 LEAST_ENTRIES = DEFAULT_SINKS + 2  # of any context, however short, so that every policy has recent ones
 
@@ -108,16 +108,17 @@ class ContinuationNotes:
         self._sums = torch.zeros(len(following), dtype=torch.float64)
         self._greedy = torch.ones(len(following), dtype=torch.bool)
 
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-        target = self._tokens[rows, step].to(logits.device)
-        counts = self._counts[rows, step]
+    def choose(self, requests: Sequence[int], steps: Sequence[int], logits: Tensor) -> Tensor:
+        rows, at = list(requests), (list(requests), list(steps))
+        target = self._tokens[at].to(logits.device)
+        counts = self._counts[at]
         found = logits.log_softmax(dim=-1).gather(1, target[:, None]).squeeze(1).double().cpu()
         self._sums[rows] += torch.where(counts, found, 0.0)
         self._greedy[rows] &= ~counts | (logits.argmax(dim=-1) == target).cpu()
         return target
 
-    def finished(self) -> bool:
-        return False
+    def finished(self) -> Sequence[int]:
+        return ()
 
     @property
     def likelihoods(self) -> list[Likelihood]:

@@ -1,7 +1,7 @@
 """The documents that policies are judged on: windows of running text, and recall documents."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.evaluation.documents import HeldoutSet
 from flexgen_h2o.evaluation.recall import KINDS, RecallSet, RecallWriter
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.checkpoint import DEMO_FOLDER
@@ -17,27 +18,6 @@ from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 HELDOUT_FOLDER = Path(__file__).parent.parent / "demo" / "heldout"
 PROMPT_LEN, CONTINUATION_LEN = 384, 128
 RECALL_SEED = 4242
-
-
-@dataclass(frozen=True)
-class HeldoutSet:
-    """What every policy is judged on.
-
-    Attributes:
-        prompt_len: tokens of a prompt, the same in all documents.
-        windows: [documents, prompt_len + continuation] running text; no documents if text is not judged.
-        recall: documents by kind; empty if recall is not judged.
-    """
-
-    prompt_len: int
-    windows: Tensor
-    recall: dict[str, RecallSet] = field(default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest document."""
-        documents = [self.windows, *(recall.documents for recall in self.recall.values())]
-        return max(tensor.shape[1] for tensor in documents)
 
 
 @dataclass(frozen=True)

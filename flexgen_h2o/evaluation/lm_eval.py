@@ -19,11 +19,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.engine import generate as generation
-from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.continuations import Eviction, Request, likelihoods, make_evictions
 from flexgen_h2o.evaluation.tasks import Row, task_row
 from flexgen_h2o.evaluation.texts import generate
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.plan.sampling import SamplingParams
 
 DEFAULT_GENERATED = 256  # tokens, where a task does not say; as with lm-eval's own models
 RESAMPLED = 1000  # times, for standard errors that no formula gives

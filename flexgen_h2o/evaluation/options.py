@@ -1,11 +1,15 @@
 """Flags of `python -m flexgen_h2o.evaluate`, and what they ask for once they have been checked."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.commands.command import Flags, Parser
+from flexgen_h2o.basics.settings import borrowed
+from flexgen_h2o.commands.flags import Flags, Parser
+from flexgen_h2o.commands.settings_flags import add_flags, filled_from
+from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.run_settings import ModelChoice
 
 COMPARISONS = {
     "perplexity": "of the text after a prompt, and agreement of the predictions with the full cache's",
@@ -24,12 +28,39 @@ PAPER_TASKS = "copa,mathqa,openbookqa,piqa,rte,winogrande"
 DEFAULT_DOCUMENTS, DEFAULT_RECALL_DOCUMENTS, DEFAULT_ROWS = 200, 50, 32
 DEFAULT_ANALYSED = 32  # windows of text
 DEFAULT_PROMPT, DEFAULT_CONTINUATION = 384, 128
-COMPRESSION = ("compress_weight", "compress_cache", "ring_16bit")
 
 POLICIES_EPILOG = """Policies: those of run's --eviction, and many that are there to compare with; an unknown one is
 answered with the list. The full cache that all are held against is never compressed."""
 TASKS_EPILOG = """An answer is scored token by token, and so is the last token of its context, so that eviction acts on
 all of it. A task's data comes from the network unless it was fetched before."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and where and how it is computed. The fields are LLM's arguments."""
+
+    model: str | None = borrowed(ModelChoice, "model", text="folder in Hugging Face format, or name")
+    device: str = borrowed(ModelChoice, "device", text="auto, cuda or cpu", known=("auto", "cuda", "cpu"))
+    dtype: str = borrowed(ModelChoice, "dtype", text="auto (float32), float32, bfloat16 or float16")
+    gpu_batch_size: int = borrowed(
+        Policy,
+        "gpu_batch_size",
+        DEFAULT_ROWS,
+        text="documents that are scored together",
+        shown=DEFAULT_ROWS,
+        most=None,
+    )
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is kept in 4 bits. The fields are Policy's."""
+
+    compress_weight: bool = borrowed(Policy, "compress_weight", kind="given", shown=None)
+    compress_cache: bool = borrowed(Policy, "compress_cache", kind="given", shown=None)
+    ring_16bit: bool = borrowed(
+        Policy, "ring_16bit", kind="given", text="with --compress-cache: recent entries are not", shown=None
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,29 +71,22 @@ def build_parser() -> argparse.ArgumentParser:
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK", parser_class=Parser)
     for name, text in COMPARISONS.items():
         comparison = tasks.add_parser(name, help=text, description=text, epilog=POLICIES_EPILOG, allow_abbrev=False)
-        _add_model(comparison)
+        add_flags(comparison, [ModelOptions])
         _add_text(comparison, DEFAULT_DOCUMENTS)
         _add_comparison(comparison)
         _add_output(comparison)
     analysis = tasks.add_parser(ANALYSE, help=OTHERS[ANALYSE], description=OTHERS[ANALYSE], allow_abbrev=False)
-    _add_model(analysis)
+    add_flags(analysis, [ModelOptions])
     _add_text(analysis, DEFAULT_ANALYSED)
     _add_analysis(analysis)
     _add_output(analysis)
     harness = tasks.add_parser(
         TASKS, help=OTHERS[TASKS], description=OTHERS[TASKS], epilog=TASKS_EPILOG, allow_abbrev=False
     )
-    _add_model(harness)
+    add_flags(harness, [ModelOptions])
     _add_harness(harness)
     _add_output(harness, plots=False)
     return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder in Hugging Face format, or name (default: the demo model)")
-    parser.add_argument("--device", help="auto, cuda or cpu (default: auto)")
-    parser.add_argument("--dtype", help="auto (float32), float32, bfloat16 or float16 (default: auto)")
-    parser.add_argument("--gpu-batch-size", help=f"documents that are scored together (default: {DEFAULT_ROWS})")
 
 
 def _add_text(parser: argparse.ArgumentParser, documents: int) -> None:
@@ -82,13 +106,7 @@ def _add_comparison(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recall-documents", help=f"documents per kind of recall (default: {DEFAULT_RECALL_DOCUMENTS})"
     )
-    _add_compression(parser)
-
-
-def _add_compression(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compress-weight", action="store_true", help="weights in 4-bit groups")
-    parser.add_argument("--compress-cache", action="store_true", help="keys and values in 4-bit groups")
-    parser.add_argument("--ring-16bit", action="store_true", help="with --compress-cache: recent entries are not")
+    add_flags(parser, [Compression])
 
 
 def _add_analysis(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +122,7 @@ def _add_harness(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-fewshot", help="examples before each question (default: as the task says)")
     parser.add_argument("--eviction", help=f"policies, separated by commas (default: {DEFAULT_TASK_EVICTIONS})")
     parser.add_argument("--budget", help=f"kept entries as shares of a question's context (default: {DEFAULT_BUDGETS})")
-    _add_compression(parser)
+    add_flags(parser, [Compression])
 
 
 def _add_output(parser: argparse.ArgumentParser, plots: bool = True) -> None:
@@ -115,17 +133,7 @@ def _add_output(parser: argparse.ArgumentParser, plots: bool = True) -> None:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which model, and where and how it is computed. The fields are LLM's arguments."""
-
-    model: str | None
-    device: str
-    dtype: str
-    gpu_batch_size: int
-
-
-@dataclass(frozen=True)
-class Options:
+class EvaluationOptions:
     """Checked flags of a comparison, or of an analysis, which has one budget and no compression.
 
     Attributes:
@@ -158,13 +166,13 @@ class TaskOptions:
     compression: dict[str, Any]
 
 
-def read_comparison(args: argparse.Namespace) -> Options:
+def read_comparison(args: argparse.Namespace) -> EvaluationOptions:
     """Flags of a comparison. Raises UsageError with every mistake found in them."""
     flags = Flags(args)
     judges_text, judges_recall = args.task != "recall", args.task in ("recall", "compare")
     documents = flags.whole("--documents", 2) or DEFAULT_DOCUMENTS
     recall_documents = flags.whole("--recall-documents", 1) or DEFAULT_RECALL_DOCUMENTS
-    options = Options(
+    options = EvaluationOptions(
         model=_model(flags),
         evictions=flags.words("--eviction", DEFAULT_EVICTIONS),
         budgets=_budgets(flags),
@@ -173,17 +181,17 @@ def read_comparison(args: argparse.Namespace) -> Options:
             "documents": documents if judges_text else 0,
             "recall_documents": recall_documents if judges_recall else 0,
         },
-        compression={name: getattr(args, name) for name in COMPRESSION},
+        compression=asdict(filled_from(flags, Compression)),
     )
     _finish(flags)
     return options
 
 
-def read_analysis(args: argparse.Namespace) -> Options:
+def read_analysis(args: argparse.Namespace) -> EvaluationOptions:
     """Flags of an analysis. Raises UsageError with every mistake found in them."""
     flags = Flags(args)
     documents = flags.whole("--documents", 2) or DEFAULT_ANALYSED
-    options = Options(
+    options = EvaluationOptions(
         model=_model(flags),
         evictions=[],
         budgets=_budgets(flags),
@@ -207,19 +215,15 @@ def read_tasks(args: argparse.Namespace) -> TaskOptions:
         fewshot=flags.whole("--num-fewshot", 0),
         evictions=flags.words("--eviction", DEFAULT_TASK_EVICTIONS),
         budgets=_budgets(flags),
-        compression={name: getattr(args, name) for name in COMPRESSION},
+        compression=asdict(filled_from(flags, Compression)),
     )
     _finish(flags)
     return options
 
 
 def _model(flags: Flags) -> ModelOptions:
-    return ModelOptions(
-        model=flags.text("--model"),
-        device=flags.choice("--device", ("auto", "cuda", "cpu"), "auto"),
-        dtype=flags.choice("--dtype", ("auto", "float32", "bfloat16", "float16"), "auto").replace("auto", "float32"),
-        gpu_batch_size=flags.whole("--gpu-batch-size", 1) or DEFAULT_ROWS,
-    )
+    options: ModelOptions = filled_from(flags, ModelOptions)
+    return replace(options, dtype=options.dtype.replace("auto", "float32"))
 
 
 def _lengths(flags: Flags) -> dict[str, int]:

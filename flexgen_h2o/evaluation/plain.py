@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.memory.workspace import Workspace
-from flexgen_h2o.models import layers
-from flexgen_h2o.models.layers import Parameters
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.models.base import Parameters
+from flexgen_h2o.models.registry import family_of
+from flexgen_h2o.plan.model_shape import ModelShape
 
 # Logits of attention that are held at once, rows x heads x queries x columns.
 LOGITS_AT_ONCE = 2**22
@@ -104,8 +104,9 @@ class PlainModel:
         outer, pages: the parameters outside the layers, and those of each layer, on the device.
     """
 
-    def __init__(self, config: ModelConfig, outer: Parameters, pages: Sequence[Parameters], device: torch.device):
+    def __init__(self, config: ModelShape, outer: Parameters, pages: Sequence[Parameters], device: torch.device):
         self._config = config
+        self._family = family_of(config)
         self._device = device
         self._outer = outer
         self._pages = pages
@@ -113,16 +114,24 @@ class PlainModel:
     @torch.inference_mode()
     def prefill(self, ids: Tensor) -> PlainPrompt:
         """Computes prompts of one length, [rows, prompt_len] int64."""
-        hidden = self._embed(ids, 0)
-        workspace = self._workspace(hidden)
+        hidden, positions = self._embed(ids, 0)
+        workspace = self._workspace(len(hidden), hidden.itemsize)
         computed = []
         for page in self._pages:
             workspace.clear()
-            query, key, value = (t.clone() for t in layers.project_qkv(hidden, page, self._config, workspace))
+            query, key, value = (t.clone() for t in self._project(hidden, positions, page, workspace, len(ids)))
             attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0)
-            hidden = layers.finish_layer(hidden, attended, page, self._config, workspace)
+            hidden = self._family.finish_layer(hidden, _by_token(attended), page, workspace)
             computed.append((query, key, value))
-        return PlainPrompt(computed, hidden[:, -1:].clone())
+        return PlainPrompt(computed, hidden.unflatten(0, (len(ids), -1))[:, -1:].clone())
+
+    def _project(
+        self, hidden: Tensor, positions: Tensor, page: Parameters, workspace: Workspace, rows: int
+    ) -> Iterator[Tensor]:
+        """Queries, keys and values, [rows, heads, n, head_dim] each."""
+        query, key, value = self._family.project_qkv(hidden, positions, page, workspace)
+        for by_token in (query.flatten(1, 2), key, value):
+            yield by_token.unflatten(0, (rows, -1)).transpose(1, 2)
 
     @torch.inference_mode()
     def logits(self, prompt: PlainPrompt, following: Tensor, policy: PlainPolicy) -> Tensor:
@@ -130,30 +139,36 @@ class PlainModel:
 
         Returns: [rows, tokens + 1, vocab_size] float32.
         """
-        hidden = self._embed(following, prompt.length)
-        workspace = self._workspace(hidden)
+        hidden, positions = self._embed(following, prompt.length)
+        workspace = self._workspace(len(hidden), hidden.itemsize)
         for layer, (page, earlier) in enumerate(zip(self._pages, prompt.layers, strict=True)):
             workspace.clear()
-            now = layers.project_qkv(hidden, page, self._config, workspace)
+            now = self._project(hidden, positions, page, workspace, len(following))
             query, key, value = (torch.cat(parts, dim=2) for parts in zip(earlier, now, strict=True))
             attended = _decode(LayerAttention(layer, prompt.length, query, key), value, policy)
-            hidden = layers.finish_layer(hidden, attended, page, self._config, workspace)
-        states = torch.cat((prompt.last_hidden, hidden), dim=1)
+            hidden = self._family.finish_layer(hidden, _by_token(attended), page, workspace)
+        states = torch.cat((prompt.last_hidden, hidden.unflatten(0, (len(following), -1))), dim=1)
         rows, tokens, size = states.shape
+        head_space = self._workspace(rows * tokens, states.itemsize, self._config.vocab_size * 8)
         flat = states.reshape(rows * tokens, size)
-        head_space = self._workspace(states, self._config.vocab_size * 8)
-        return layers.next_token_logits(flat, self._outer, self._config, head_space).view(rows, tokens, -1)
+        return self._family.logits(flat, self._outer, head_space).view(rows, tokens, -1)
 
-    def _embed(self, ids: Tensor, first_position: int) -> Tensor:
-        positions = torch.arange(first_position, first_position + ids.shape[1], device=self._device).expand(ids.shape)
-        return layers.embed(ids.to(self._device), positions, self._outer, self._config)
+    def _embed(self, ids: Tensor, first_position: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [tokens, hidden_size] of [rows, n] ids, and the tokens' positions."""
+        positions = torch.arange(first_position, first_position + ids.shape[1], device=self._device).repeat(len(ids))
+        return self._family.embed(ids.to(self._device).flatten(), positions, self._outer), positions
 
-    def _workspace(self, hidden: Tensor, extra_bytes: int = 0) -> Workspace:
-        """Enough for a layer over [rows, n, hidden_size], and `extra_bytes` for each token."""
+    def _workspace(self, tokens: int, itemsize: int, extra_bytes: int = 0) -> Workspace:
+        """Enough for a layer over so many tokens, and `extra_bytes` for each of them."""
         config = self._config
-        per_token = (8 * config.hidden_size + config.ffn_dim) * hidden.itemsize + 64 + extra_bytes
-        nbytes = hidden.shape[0] * hidden.shape[1] * per_token + 2**16
+        per_token = (8 * config.hidden_size + config.intermediate_size) * itemsize + 64 + extra_bytes
+        nbytes = tokens * per_token + 2**16
         return Workspace(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+
+
+def _by_token(attended: Tensor) -> Tensor:
+    """[rows, heads, n, head_dim] as the families have it, [tokens, heads, 1, head_dim]."""
+    return attended.transpose(1, 2).flatten(0, 1).unsqueeze(2)
 
 
 def walk(attention: LayerAttention, policy: PlainPolicy) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.plain import PlainPolicy
 from flexgen_h2o.evaluation.plain_policies import Mean, Oracle, Pyramid, Random, TopK, TopKHeavy
-from flexgen_h2o.kvcache.eviction.rules import (
-    H2O,
-    EvictionRule,
+from flexgen_h2o.evaluation.score_rules import (
     Fixed,
     FixedHeavy,
     Forgetting,
-    Full,
     LastQuery,
-    Local,
     ObservationWindow,
-    Sink,
-    Smooth,
     Strided,
     StridedHeavy,
 )
-from flexgen_h2o.plan.policy import DEFAULT_SINKS
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.sink import Sink
+from flexgen_h2o.kvcache.eviction.smooth import Smooth
+from flexgen_h2o.kvcache.eviction.spec import DEFAULT_SINKS
 
 FIXED_BLOCK = 128
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexgen_h2o.evaluation.scoring import ContinuationScores
+from flexgen_h2o.evaluation.scores import ContinuationScores
 from flexgen_h2o.models.tokenizer import Tokenizer
 
 RecallKind = Literal["hot", "before", "never", "in_prompt"]

@@ -5,7 +5,6 @@ is computed in one pass; what follows is fed a token at a time, as in generation
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,46 +12,11 @@ from torch import Tensor
 from flexgen_h2o.engine.assemble import RunSizes
 from flexgen_h2o.engine.loop import Engine, PromptBlock
 from flexgen_h2o.evaluation.plain import PlainModel, PlainPolicy, PlainPrompt
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.evaluation.scores import ContinuationScores, join
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.models.layers import Parameters
+from flexgen_h2o.models.base import Parameters
 from flexgen_h2o.plan.schedule import OUTER
-
-
-@dataclass(frozen=True)
-class ContinuationScores:
-    """How well each token after the prompt was predicted.
-
-    Attributes:
-        nll: [documents, tokens] negative log-likelihood in nats, float32.
-        correct: [documents, tokens] whether it was the most likely token.
-        agrees: [documents, tokens] whether the most likely token was that of the reference; None without one.
-        kl: [documents, tokens] divergence in nats, float32, of the prediction from the reference's; None without one.
-    """
-
-    nll: Tensor
-    correct: Tensor
-    agrees: Tensor | None = None
-    kl: Tensor | None = None
-
-    @property
-    def perplexity(self) -> float:
-        return float(self.nll.double().mean().exp())
-
-
-def join(parts: Sequence[ContinuationScores]) -> ContinuationScores:
-    """The scores of several batches of documents as one; all with a reference, or none."""
-
-    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        found = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(found) if found else None
-
-    return ContinuationScores(
-        torch.cat([part.nll for part in parts]),
-        torch.cat([part.correct for part in parts]),
-        joined([part.agrees for part in parts]),
-        joined([part.kl for part in parts]),
-    )
 
 
 class Notes:
@@ -74,24 +38,25 @@ class Notes:
         self._kl = torch.zeros(continuations.shape)
         self.log_probabilities = torch.empty(0)  # [documents, tokens, vocab_size] float32, where they are kept
 
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-        target = self._continuations[rows, step].to(logits.device)
+    def choose(self, requests: Sequence[int], steps: Sequence[int], logits: Tensor) -> Tensor:
+        at = (list(requests), list(steps))
+        target = self._continuations[at].to(logits.device)
         predicted = logits.log_softmax(dim=-1)
         greedy = logits.argmax(dim=-1)
-        self._nll[rows, step] = -predicted.gather(1, target[:, None]).squeeze(1).cpu()
-        self._correct[rows, step] = (greedy == target).cpu()
+        self._nll[at] = -predicted.gather(1, target[:, None]).squeeze(1).cpu()
+        self._correct[at] = (greedy == target).cpu()
         if self._reference is not None:
-            expected = self._reference[rows, step].to(logits.device)
-            self._agrees[rows, step] = (greedy == expected.argmax(dim=-1)).cpu()
-            self._kl[rows, step] = (expected.exp() * (expected - predicted)).sum(dim=-1).cpu()
+            expected = self._reference[at].to(logits.device)
+            self._agrees[at] = (greedy == expected.argmax(dim=-1)).cpu()
+            self._kl[at] = (expected.exp() * (expected - predicted)).sum(dim=-1).cpu()
         if self._keep:
             if not len(self.log_probabilities):
                 self.log_probabilities = torch.empty(*self._continuations.shape, logits.shape[-1])
-            self.log_probabilities[rows, step] = predicted.cpu()
+            self.log_probabilities[at] = predicted.cpu()
         return target
 
-    def finished(self) -> bool:
-        return False
+    def finished(self) -> Sequence[int]:
+        return ()
 
     @property
     def scores(self) -> ContinuationScores:
@@ -170,7 +135,7 @@ class Judge:
             return
         logits = self._plain_model().logits(self._computed(documents), documents[:, self.prompt_len : -1], policy)
         for step in range(logits.shape[1]):
-            notes.choose(step, slice(0, len(documents)), logits[:, step])
+            notes.choose(range(len(documents)), [step] * len(documents), logits[:, step])
 
     def _plain_model(self) -> PlainModel:
         if self._plain is None:

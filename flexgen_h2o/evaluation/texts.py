@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from flexgen_h2o.engine.assemble import RunSizes
-from flexgen_h2o.engine.generate import GenerationOutput, KeepsNothing, Request, RunTotals, generate_block
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.engine.generate import KeepsNothing, RunTotals, generate_block
+from flexgen_h2o.engine.requests import GenerationOutput, Request
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.plan.sampling import SamplingParams
 
 
 def generate(

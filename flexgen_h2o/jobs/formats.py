@@ -3,10 +3,9 @@
 import codecs
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from numbers import Integral
 from typing import Any, BinaryIO
 
 JsonScalar = str | int | float | None
@@ -117,16 +116,3 @@ def _keys(values: dict[str, Any]) -> str:
 def json_line(values: dict[str, Any]) -> str:
     """A JSON line. Text that is not valid Unicode is escaped, never lost."""
     return json.dumps(values) + "\n"
-
-
-def as_ids(prompt: object) -> list[int]:
-    """A sequence of token ids as a list. Raises ValueError if it is something else."""
-    if hasattr(prompt, "tolist"):  # a tensor or an array
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
-        raise ValueError(f"prompt is {type(prompt).__name__}; it must be text or a sequence of token ids")
-    ids = list(prompt)
-    wrong = [token for token in ids if not isinstance(token, Integral) or isinstance(token, bool)]
-    if wrong:
-        raise ValueError(f"prompt holds {wrong[0]!r} where a token id is expected")
-    return [int(token) for token in ids]

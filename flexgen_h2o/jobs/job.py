@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.commands.progress import weights_bar
-from flexgen_h2o.engine.generate import GenerationOutput, Request, random_requests
-from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.requests import GenerationOutput, Request, random_requests
 from flexgen_h2o.jobs.formats import JsonScalar, PromptLine, bounded_lines, read_prompts
 from flexgen_h2o.jobs.metrics import MetricsFile
 from flexgen_h2o.jobs.pace import Pace
@@ -25,6 +24,7 @@ from flexgen_h2o.jobs.saved_block import BlockCheckpoint
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.memory.run_folder import reclaim
 from flexgen_h2o.plan.policy_files import policy_fields
+from flexgen_h2o.plan.sampling import SamplingParams
 from flexgen_h2o.weights.store import weight_bytes
 
 SAMPLE_PROMPTS = (

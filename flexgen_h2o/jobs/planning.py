@@ -12,6 +12,7 @@ from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine.platform import dtype_name
 from flexgen_h2o.memory.extents import free_disk_bytes
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import TIERS, Tier
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel
@@ -30,7 +31,7 @@ NEARLY = 1.03
 MOST_AT_ONCE = BATCH_SIZES[-1]  # rows of a sub-batch
 # Sub-batches times layers whose schedule is walked to say what a run is expected to take: about two seconds.
 MOST_WALKED = 10_000
-USED_BEFORE = ("process baseline", "weights", "temporaries")  # memory that prefill does not find new
+USED_BEFORE = (Line.BASELINE, Line.WEIGHTS, Line.TEMPORARIES)  # memory that prefill does not find new
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _searched(llm: LLM, work: Workload, given: Mapping[str, Any], hardware: Hard
     uses_disk = llm.platform.budgets.get("disk") is not None
     kept = llm.kept_weight_bytes()
     best = find(model, _budgets(llm, hardware, kept), choices, uses_disk)
-    weights = best.projection.memory["disk"].get("weights", 0)
+    weights = best.projection.memory["disk"].get(Line.WEIGHTS, 0)
     if kept > weights:  # what was kept of weights that this plan has elsewhere leaves its place to nothing else
         best = find(model, _budgets(llm, hardware, weights), choices, uses_disk)
     found = best.policy

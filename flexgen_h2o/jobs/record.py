@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine.platform import dtype_name
 from flexgen_h2o.memory.run_folder import cache_key, replace_file
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.sampling import SamplingParams
 
 FORMAT = 1
 READ_BYTES = 2**20
@@ -222,20 +222,21 @@ def crc_of(descriptor: int, nbytes: int) -> int | None:
 def job_settings(llm: LLM, params: SamplingParams, given: InputFile, prompt_len: int) -> dict[str, Any]:
     """Everything that the results of a job depend on but the policy, by the name that people know it by."""
     rule = llm.rule(prompt_len, params.max_new_tokens)
+    parameters = "".join(f", {name}={value}" for name, value in llm.eviction.parameters.items())
     checkpoint = llm.checkpoint()
     weights = f"dummy {llm.seed}" if checkpoint is None else checkpoint.identity()
     sampling = {name: value for name, value in asdict(params).items() if name != "max_new_tokens"}
     settings = {
         "--input": given.identity(),
         "--model": llm.config.name,
-        "the files of --model": {"sha256": cache_key(llm.config, weights, *_tokenizer_files(llm.folder))},
+        "the files of --model": {"sha256": cache_key(llm.config.identity, weights, *_tokenizer_files(llm.folder))},
         "--dummy-weights": llm.uses_dummy_weights,
         "--device": llm.device.type,
         "--dtype": dtype_name(llm.dtype),
         "the layout of matrices": llm.platform.matrix_layout.name,
         "--prompt-len": llm.prompt_len,
         "--gen-len": params.max_new_tokens,
-        "--eviction": f"{rule.name} with {rule.heavy} heavy and {rule.recent} recent entries",
+        "--eviction": f"{rule.name} with {rule.heavy} heavy and {rule.recent} recent entries{parameters}",
         **{f"--{name.replace('_', '-')}": value for name, value in sampling.items()},
     }
     read_back: dict[str, Any] = json.loads(json.dumps(settings))  # as a side file returns them

@@ -1,31 +1,21 @@
-"""What a run reports, and where measured numbers are kept."""
+"""What a run reports."""
 
-import json
-import platform
-import subprocess
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from flexgen_h2o.basics.memory_sizes import gb
-from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.kernels.decode import attention_path
-from flexgen_h2o.kernels.matrices import product_path
+from flexgen_h2o.kernels.matrices.choice import product_path
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine.limits import peak_resident_bytes
 from flexgen_h2o.machine.platform import dtype_name
+from flexgen_h2o.plan.names import LANES, MOVES
 from flexgen_h2o.plan.placement import TIERS
 from flexgen_h2o.plan.policy_files import policy_fields
+from flexgen_h2o.plan.sampling import SamplingParams
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.hardware_files import default_name
 from flexgen_h2o.search.limits import limit_of
-
-MOVES = ("disk_read", "disk_write", "h2d", "d2h")
-LANES = ("compute", *MOVES)
 
 
 def run_report(
@@ -48,6 +38,7 @@ def run_report(
             "heavy_slots": rule.heavy,
             "recent_slots": rule.recent,
             "evictions": totals.evictions,
+            **({"parameters": parameters} if (parameters := llm.eviction.parameters) else {}),
         },
         "dtype": dtype_name(llm.dtype),
         "device": llm.device.type,
@@ -183,64 +174,3 @@ def _ledger_lines(memory: dict[str, Any]) -> list[str]:
 def _measured_line(memory: dict[str, Any]) -> str:
     on_gpu = f"; of the GPU: {gb(memory['gpu_peak_bytes'])}" if memory["gpu_peak_bytes"] else ""
     return f"peak memory of the process, measured: {gb(memory['cpu_peak_bytes'])}{on_gpu}"
-
-
-def environment() -> dict[str, Any]:
-    """What a measurement depends on beside its own settings: machine, versions, commit."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "flexgen_h2o", "scripts")),
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "numpy")},
-        },
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Processor, GPU and memory of this machine."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": psutil.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def machine_name(device: str) -> str:
-    """The name of this machine's hardware file."""
-    return default_name(machine(), device)
-
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Appends one measurement to a file under results/, with the environment it was made in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"kind": "measurement", **environment(), **record}) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent.parent.parent), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.engine.block import BlockStart, PromptBlock, RowFault
-from flexgen_h2o.engine.generate import Request, Sampler
+from flexgen_h2o.engine.chooser import Sampler
 from flexgen_h2o.engine.loop import Engine
-from flexgen_h2o.kvcache.buffer import Padding
+from flexgen_h2o.engine.requests import Request
 from flexgen_h2o.kvcache.cache import Unit
+from flexgen_h2o.kvcache.padding import Padding
 from flexgen_h2o.memory.direct_io import REQUEST_BYTES, aligned_bytes, read_direct, write_direct
 from flexgen_h2o.memory.extents import Extent, host_bytes
 from flexgen_h2o.memory.run_folder import check_space, replace_file, sync_folder

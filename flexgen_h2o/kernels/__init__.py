@@ -1,0 +1,1 @@
+"""Products and attention: native, Triton's, and torch's operations, which the others are held against."""

@@ -36,7 +36,7 @@ class Entry(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("heavy_keys", "heavy_values", "ring_keys", "ring_values")),
         *((name, c_void_p) for name in ("scores", "columns", "losers", "keys", "values", "initial_scores")),
-        *((name, c_int64) for name in ("pairs", "heads", "head_dim", "heavy_slots", "ring_slots", "ring_slot")),
+        *((name, c_int64) for name in ("pairs", "head_dim", "heavy_slots", "ring_slots", "ring_slot")),
         *((name, c_int32) for name in ("heavy_type", "ring_type", "token_type")),
         *((name, c_int32) for name in ("column", "ring_is_full", "threads", "path")),
     ]

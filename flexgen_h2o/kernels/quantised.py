@@ -10,10 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import four_bits as quant
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import four_bits, native
 from flexgen_h2o.kernels.native import pointer, set_product
-from flexgen_h2o.plan import four_bit_sizes as quant_format
+from flexgen_h2o.plan import four_bit_sizes
 from flexgen_h2o.plan.four_bit_sizes import LEVELS
 
 STRIP = 16  # outputs side by side
@@ -84,12 +83,12 @@ def packed_row_bytes(inputs: int, dtype: torch.dtype) -> int:
     return int(_library().flexgen_h2o_packed_row_bytes(inputs, native.TYPES[dtype]))
 
 
-def quantise(matrix: Tensor, target: Tensor, cuts: Sequence[quant.Cut], fits: int, in_strips: bool) -> None:
-    """Quantises a matrix as quant.encode() does.
+def quantise(matrix: Tensor, target: Tensor, cuts: Sequence[four_bits.Cut], fits: int, in_strips: bool) -> None:
+    """Quantises a matrix as four_bits.encode() does.
 
     Args:
         matrix: [out, in] float32, float16 or bfloat16, in host memory.
-        target: uint8, the strips, or with `in_strips` false the entries of quant.encode().
+        target: uint8, the strips, or with `in_strips` false the entries of four_bits.encode().
     """
     if matrix.dtype not in native.TYPES:
         matrix = matrix.float()
@@ -115,16 +114,16 @@ def quantise(matrix: Tensor, target: Tensor, cuts: Sequence[quant.Cut], fits: in
 
 
 def encode(values: Tensor) -> Tensor:
-    """quant.encode() by the library, where it is there.
+    """four_bits.encode() by the library, where it is there.
 
     Args:
         values: [..., dim], floating point, finite.
     """
     if values.device.type != "cpu" or library() is None:
-        return quant.encode(values)
+        return four_bits.encode(values)
     dim = values.shape[-1]
-    entries = torch.empty(*values.shape[:-1], quant_format.entry_bytes(dim), dtype=torch.uint8)
-    quantise(values.reshape(-1, dim), entries, (quant.NO_CUT,), 0, in_strips=False)
+    entries = torch.empty(*values.shape[:-1], four_bit_sizes.entry_bytes(dim), dtype=torch.uint8)
+    quantise(values.reshape(-1, dim), entries, (four_bits.NO_CUT,), 0, in_strips=False)
     return entries
 
 

@@ -1,8 +1,8 @@
-"""The two operators of decode.py as Triton kernels for a GPU: few launches, and keys and values read once.
+"""What decode.py offers as Triton kernels for a GPU: few launches, and keys and values read once.
 
-A program computes one row and head. Keys and values may be float16, bfloat16 or float32, or in 4-bit groups (quant.py);
-everything is computed in float32, so outputs are nearer to the exact ones than those of torch's operations in half
-precision.
+A program computes one row and head. Keys and values may be float16, bfloat16 or float32, or in 4-bit groups
+(four_bits.py); everything is computed in float32, so outputs are nearer to the exact ones than those of torch's
+operations in half precision.
 """
 
 import torch
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.kernels.decode_unit import DecodeUnit
 from flexgen_h2o.kernels.triton_quant import PRECISIONS, quantised, restored
 
 TILE = 4096  # elements of keys read at once by a program
@@ -17,14 +18,14 @@ SCORES_AT_ONCE = 1024
 LENGTHS = ["heavy_slots", "ring_slots", "heavy_len", "ring_len"]
 
 
-def fits(head_dim: int, heavy_keys: Tensor, heavy_values: Tensor, ring_keys: Tensor, ring_values: Tensor) -> bool:
+def fits(head_dim: int, unit: DecodeUnit) -> bool:
     """Whether regions lie as the kernels want them: both in the same precision, or heavy alone in 4 bits.
 
     In 4 bits, words of 4 bytes have to lie at multiples of 4.
     """
-    return heavy_keys.dtype in (ring_keys.dtype, torch.uint8) and all(
+    return unit.heavy_keys.dtype in (unit.ring_keys.dtype, torch.uint8) and all(
         region.is_contiguous() and (region.dtype in PRECISIONS or _fits_in_4_bits(head_dim, region))
-        for region in (heavy_keys, heavy_values, ring_keys, ring_values)
+        for region in unit.regions
     )
 
 
@@ -32,67 +33,43 @@ def _fits_in_4_bits(head_dim: int, region: Tensor) -> bool:
     return region.dtype == torch.uint8 and head_dim % 8 == 0 and region.data_ptr() % 4 == 0
 
 
-def attend_with_triton(
-    query: Tensor,
-    heavy_keys: Tensor,
-    heavy_values: Tensor,
-    ring_keys: Tensor,
-    ring_values: Tensor,
-    scores: Tensor,
-    losers: Tensor,
-    heavy_len: int,
-    ring_len: int,
-    accumulates: bool,
-    decay: float,
-) -> Tensor:
-    """decode_attention; arguments and result are those of decode.attend_with_torch()."""
-    rows, heads, _, head_dim = query.shape
-    heavy_slots, ring_slots, pairs = heavy_keys.shape[2], ring_keys.shape[2], rows * heads
+def attend_with_triton(query: Tensor, unit: DecodeUnit) -> Tensor:
+    """attend(); arguments and result are those of decode.attend_with_torch()."""
+    head_dim, pairs = query.shape[3], unit.pairs
     query = query.contiguous()
     output = torch.empty_like(query)
-    logits = torch.empty(pairs, heavy_len + ring_len if accumulates else 0, device=query.device)
+    logits = torch.empty(pairs, unit.heavy_len + unit.ring_len if unit.accumulates else 0, device=query.device)
     statistics = torch.empty(pairs, 2, device=query.device)
     width = triton.next_power_of_2(head_dim)
-    sizes = (heavy_slots, ring_slots, heavy_len, ring_len)
+    sizes = (unit.heavy_slots, unit.ring_slots, unit.heavy_len, unit.ring_len)
     _attend[(pairs,)](
-        *(query, heavy_keys, heavy_values, ring_keys, ring_values, scores, output, logits, statistics, *sizes),
-        heavy_entry=heavy_keys.shape[3],
-        ring_entry=ring_keys.shape[3],
+        *(query, *unit.regions, unit.scores, output, logits, statistics, *sizes),
+        heavy_entry=unit.heavy_keys.shape[3],
+        ring_entry=unit.ring_keys.shape[3],
         head_dim=head_dim,
         width=width,
         block=max(1, TILE // width),
-        keeps_logits=accumulates,
+        keeps_logits=unit.accumulates,
     )
-    if accumulates or heavy_slots:
+    if unit.accumulates or unit.heavy_slots:
         _update_scores[(pairs,)](
-            *(scores, losers, logits, statistics, *sizes, decay), accumulates=accumulates, block=SCORES_AT_ONCE
+            *(unit.scores, unit.losers, logits, statistics, *sizes, unit.decay),
+            accumulates=unit.accumulates,
+            block=SCORES_AT_ONCE,
         )
     return output
 
 
-def enter_with_triton(
-    heavy_keys: Tensor,
-    heavy_values: Tensor,
-    ring_keys: Tensor,
-    ring_values: Tensor,
-    scores: Tensor,
-    columns: Tensor,
-    losers: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    initial_scores: Tensor,
-    column: int,
-) -> None:
-    """enter_token; arguments are those of decode.enter_with_torch()."""
-    rows, heads, _, head_dim = keys.shape
-    ring_slots = ring_keys.shape[2]
+def enter_with_triton(unit: DecodeUnit, keys: Tensor, values: Tensor, initial_scores: Tensor, column: int) -> None:
+    """enter(); arguments are those of decode.enter_with_torch()."""
+    head_dim, ring_slots = keys.shape[3], unit.ring_slots
     # One warp: what it reads of a slot and then writes there stays in order.
-    _enter[(rows * heads,)](
-        *(heavy_keys, heavy_values, ring_keys, ring_values, scores, columns, losers),
+    _enter[(unit.pairs,)](
+        *(*unit.regions, unit.scores, unit.columns, unit.losers),
         *(keys.contiguous(), values.contiguous(), initial_scores.contiguous()),
-        *(heads, heavy_keys.shape[2], ring_slots, column % ring_slots, column, int(column >= ring_slots)),
-        heavy_entry=heavy_keys.shape[3],
-        ring_entry=ring_keys.shape[3],
+        *(unit.heavy_slots, ring_slots, column % ring_slots, column, int(column >= ring_slots)),
+        heavy_entry=unit.heavy_keys.shape[3],
+        ring_entry=unit.ring_keys.shape[3],
         head_dim=head_dim,
         width=triton.next_power_of_2(head_dim),
         num_warps=1,
@@ -253,7 +230,7 @@ def _copy_entry(  # type: ignore[no-untyped-def]
         quantised(source, target, head_dim, width)
 
 
-@triton.jit(do_not_specialize=["heads", "heavy_slots", "ring_slots", "slot", "column", "ring_is_full"])
+@triton.jit(do_not_specialize=["heavy_slots", "ring_slots", "slot", "column", "ring_is_full"])
 def _enter(  # type: ignore[no-untyped-def]
     heavy_keys,
     heavy_values,
@@ -265,7 +242,6 @@ def _enter(  # type: ignore[no-untyped-def]
     keys,
     values,
     initial_scores,
-    heads,
     heavy_slots,
     ring_slots,
     slot,
@@ -293,6 +269,6 @@ def _enter(  # type: ignore[no-untyped-def]
     own = pair * head_dim
     _copy_entry(keys + own, ring_keys + in_ring, head_dim, head_dim, width)
     _copy_entry(values + own, ring_values + in_ring, head_dim, head_dim, width)
-    score = tl.load(initial_scores + pair // heads)
+    score = tl.load(initial_scores + pair)
     tl.store(scores + heavy_slots + slot, score)
     tl.store(columns + heavy_slots + slot, tl.where(score == float("-inf"), -1, column))

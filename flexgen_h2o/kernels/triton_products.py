@@ -1,8 +1,8 @@
 """Products with matrices in 4-bit groups as a Triton kernel for a GPU: codes become values in registers.
 
-A program computes a tile of rows by outputs. It reads the entries (quant.py) of its outputs once, several groups at a
-time, and rounds values to the precision of x as quant.decode() does; sums are in float32. torch's own product with
-packed 4-bit groups wants bfloat16 and compute capability 8.0, which a T4 has neither of.
+A program computes a tile of rows by outputs. It reads the entries (four_bits.py) of its outputs once, several groups
+at a time, and rounds values to the precision of x as four_bits.decode() does; sums are in float32. torch's own product
+with packed 4-bit groups wants bfloat16 and compute capability 8.0, which a T4 has neither of.
 """
 
 import triton

@@ -1,13 +1,11 @@
-"""Attention in prefill, over the whole prompt, and in decode, over what the buffer kept."""
+"""Attention in prefill, over the whole prompt. That of decode is in kernels/decode.py."""
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import decode
-from flexgen_h2o.kvcache.buffer import KVBuffer, Padding
+from flexgen_h2o.kvcache.padding import Padding
 from flexgen_h2o.memory.workspace import ALIGNMENT, Workspace
 from flexgen_h2o.plan import footprint
 from flexgen_h2o.plan.footprint import PREFILL_LOGITS
@@ -31,16 +29,20 @@ def prefill_attention(
     Sequences, heads and queries are taken in chunks, so memory is O(chunk x n).
 
     Args:
-        query, key, value: [rows, heads, n, head_dim]; queries already scaled.
+        query: [rows, n, heads, query heads that share a key head, head_dim], already scaled.
+        key, value: [rows, heads, n, head_dim].
         padding: where the rows' real tokens begin.
         sum_attention: whether to sum the softmax weights by column (H2O's score after prefill).
         query_weights: [n] float32, how much each column counts in the sums as a query; None if all count alike.
-    Returns: attention's output [rows, heads, n, head_dim], finite also for pads; and [rows, heads, n] float32, the
+    Returns: attention's output, of the shape of the queries, finite also for pads; and [rows, heads, n] float32, the
         sum over the row's real queries of the weight on each column, or None.
     """
-    rows, heads, n, head_dim = query.shape
+    rows, heads, n, head_dim = key.shape
+    if query.shape[3] != 1:
+        raise NotImplementedError("query heads that share a key head")
     # Laid out as the output projection wants it: a token's heads side by side.
-    output = workspace.take((rows, n, heads, head_dim), value.dtype).transpose(1, 2)
+    output_by_token = workspace.take(tuple(query.shape), value.dtype)
+    query, output = (tensor.flatten(2, 3).transpose(1, 2) for tensor in (query, output_by_token))
     sums = workspace.take((rows, heads, n), torch.float32).zero_() if sum_attention else None
     rows_at_once, heads_at_once, queries = prefill_chunks(rows, heads, n, workspace.prefill_logits)
     first_columns = padding.on(query.device)
@@ -60,7 +62,7 @@ def prefill_attention(
                 None if sums is None else sums[part],
                 workspace,
             )
-    return output, sums
+    return output_by_token, sums
 
 
 def prefill_chunks(rows: int, heads: int, n: int, logits: int | None = None) -> tuple[int, int, int]:
@@ -185,24 +187,3 @@ def _mask_chunk(logits: Tensor, start: int, first_columns: Tensor, widest_pad: i
         is_pad = columns < first_columns[:, None]  # [rows, pads]
         is_self = columns == torch.arange(start, start + queries, device=device)[:, None]  # [queries, pads]
         logits[..., :pads].masked_fill_((is_pad[:, None] & ~is_self)[:, None], -math.inf)
-
-
-def decode_attention(query: Tensor, buffer: KVBuffer) -> Tensor:
-    """Attention of each row's current token to the live entries, with one softmax over both regions.
-
-    Adds the weights to the entries' scores where the buffer's rule accumulates, and notes who would be evicted next.
-
-    Args:
-        query: [rows, heads, 1, head_dim], already scaled.
-        buffer: the unit's KV, the current token included.
-    Returns: [rows, heads, 1, head_dim].
-    """
-    return cast(
-        Tensor,
-        decode.attend(
-            query,
-            *(buffer.heavy.keys, buffer.heavy.values, buffer.ring.keys, buffer.ring.values),
-            *(buffer.scores, buffer.losers, buffer.heavy_len, buffer.ring_len),
-            *(buffer.rule.accumulates, buffer.rule.decay),
-        ),
-    )

@@ -10,22 +10,25 @@ over its rows, so attention reads no more than what some row has filled.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.kernels import decode, quantised
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule, choose_heavy
+from flexgen_h2o.kernels.decode_unit import DecodeUnit
+from flexgen_h2o.kvcache.eviction.base import Entries, EvictionRule
+from flexgen_h2o.kvcache.eviction.select import choose_heavy
+from flexgen_h2o.kvcache.padding import Padding
 from flexgen_h2o.plan.footprint import QUANTISED_AT_ONCE
 from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.kv_shape import UnitShape, aligned
 
 EMPTY = -math.inf
-ALIGNMENT = 4  # bytes; of scores, the widest elements
 
 
 class Region:
-    """Keys and values of consecutive slots, at rest in the compute precision or in 4 bits (module quant).
+    """Keys and values of consecutive slots, at rest in the compute precision or in 4 bits (four_bits.py).
 
     Attributes:
         keys, values: [rows, heads, slots, head_dim]; in 4 bits [rows, heads, slots, entry bytes] uint8.
@@ -47,69 +50,6 @@ class Region:
                 target.index_copy_(2, slots, quantised.encode(part))
 
 
-class Padding:
-    """Where the real tokens of left-padded rows begin.
-
-    Args:
-        first_columns: [rows] int64 on the CPU, the column of each row's first real token.
-    """
-
-    def __init__(self, first_columns: Tensor):
-        self.rows = len(first_columns)
-        self.earliest = int(first_columns.min())
-        self.widest = int(first_columns.max())
-        self._on_device = {first_columns.device.type: first_columns}
-
-    def on(self, device: torch.device) -> Tensor:
-        """The first columns, [rows] int64, on a device; copied there once."""
-        if device.type not in self._on_device:
-            self._on_device[device.type] = next(iter(self._on_device.values())).to(device)
-        return self._on_device[device.type]
-
-
-@dataclass(frozen=True)
-class UnitShape:
-    """Sizes of one unit's buffer.
-
-    Attributes:
-        heavy_in_4_bits, ring_in_4_bits: how a region keeps its entries; else in the compute precision.
-    """
-
-    rows: int
-    heads: int
-    head_dim: int
-    heavy: int
-    recent: int
-    heavy_in_4_bits: bool = False
-    ring_in_4_bits: bool = False
-
-    @property
-    def slots(self) -> int:
-        return self.heavy + self.recent
-
-    def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values, where an element of the compute precision takes `itemsize`."""
-        return 2 * sum(self._region_bytes(itemsize))
-
-    def _region_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Bytes of keys, or of values, in the heavy region and in the ring."""
-        whole, quantised = self.head_dim * itemsize, entry_bytes(self.head_dim)
-        pairs = self.rows * self.heads
-        return (
-            pairs * self.heavy * (quantised if self.heavy_in_4_bits else whole),
-            pairs * self.recent * (quantised if self.ring_in_4_bits else whole),
-        )
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of scores (float32) and columns (int32) of every slot, and of the losers (int32)."""
-        return self.rows * self.heads * (self.slots * 8 + 4)
-
-    def nbytes(self, itemsize: int) -> int:
-        """Bytes of the whole buffer."""
-        return 2 * sum(map(_aligned, self._region_bytes(itemsize))) + self.state_bytes
-
-
 class KVBuffer:
     """KV of one unit (one layer, one sub-batch), evicting by `rule`, in one piece of memory.
 
@@ -127,11 +67,16 @@ class KVBuffer:
         heavy_len, ring_len: live slots of each region.
     """
 
-    def __init__(self, shape: UnitShape, rule: EvictionRule, dtype: torch.dtype, storage: Tensor):
+    def __init__(self, shape: UnitShape, rule: EvictionRule, dtype: torch.dtype, storage: Tensor, layer: int = 0):
         self.shape = shape
         self.rule = rule
+        self.layer = layer
         self.dtype = dtype
         self.storage = storage
+
+    def serve(self, shape: UnitShape, rule: EvictionRule, layer: int) -> None:
+        """Is used for a unit of another layer from now on. reset() or resume() comes next."""
+        self.shape, self.rule, self.layer = shape, rule, layer
 
     def reset(self, padding: Padding) -> None:
         """Empties the buffer for a new sub-batch; the arguments are those of `resume`."""
@@ -165,6 +110,18 @@ class KVBuffer:
             return (slots, entry_bytes(self.shape.head_dim)), torch.uint8
         return (slots, self.shape.head_dim), self.dtype
 
+    @property
+    def unit(self) -> DecodeUnit:
+        """What decode attention and the entry of a token work on, as it is now."""
+        return DecodeUnit(
+            *(self.heavy.keys, self.heavy.values, self.ring.keys, self.ring.values),
+            *(self.scores, self.columns, self.losers),
+            heavy_len=self.heavy_len,
+            ring_len=self.ring_len,
+            accumulates=self.rule.accumulates,
+            decay=self.rule.decay,
+        )
+
     def fill(self, keys: Tensor, values: Tensor, attention_sums: Tensor | None) -> None:
         """Takes what prefill computed: the last columns into the ring, the best of the others into heavy.
 
@@ -176,7 +133,8 @@ class KVBuffer:
         rows, heads, n, _ = keys.shape
         columns = torch.arange(n, device=keys.device)
         positions = columns - self.padding.on(keys.device)[:, None]  # [rows, n]
-        scores = self.rule.initial_scores(positions, attention_sums).expand(rows, heads, n)
+        entries = Entries(self.layer, keys, values, positions, attention_sums)
+        scores = self.rule.initial_scores(entries).expand(rows, heads, n)
         scores = scores.masked_fill(positions[:, None] < 0, EMPTY)
         before = max(0, n - self.rule.recent)  # columns that come before the ring's
         self._fill_ring(columns[before:], keys[:, :, before:], values[:, :, before:], scores[:, :, before:])
@@ -184,6 +142,17 @@ class KVBuffer:
             self._fill_heavy(keys[:, :, :before], values[:, :, :before], scores[:, :, :before])
             self.losers.copy_(self.scores[..., : self.rule.heavy].min(dim=-1).indices)
         self._update_lengths(n)
+
+    def attend(self, query: Tensor) -> Tensor:
+        """Attention of each row's current token to the live entries, with one softmax over both regions.
+
+        Adds the weights to the entries' scores where the rule accumulates, and notes who would be evicted next.
+
+        Args:
+            query: [rows, heads, 1, head_dim], already scaled.
+        Returns: [rows, heads, 1, head_dim].
+        """
+        return decode.attend(query, self.unit)
 
     def append(self, keys: Tensor, values: Tensor, column: int) -> None:
         """Enters the current token, after the entry whose ring slot it takes has left.
@@ -193,11 +162,9 @@ class KVBuffer:
             column: the token's column, one more than at the last call.
         """
         positions = column - self.padding.on(keys.device)[:, None]  # [rows, 1]
-        decode.enter(
-            *(self.heavy.keys, self.heavy.values, self.ring.keys, self.ring.values),
-            *(self.scores, self.columns, self.losers),
-            *(keys, values, self.rule.initial_scores(positions, None)[:, 0, 0], column),
-        )
+        entries = Entries(self.layer, keys, values, positions)
+        scores = self.rule.initial_scores(entries).expand(*keys.shape[:2], 1)[..., 0]
+        decode.enter(self.unit, keys, values, scores, column)
         self._update_lengths(column + 1)
 
     def _fill_ring(self, columns: Tensor, keys: Tensor, values: Tensor, scores: Tensor) -> None:
@@ -233,14 +200,10 @@ def _carve(storage: Tensor, *parts: tuple[tuple[int, ...], torch.dtype]) -> list
     for shape, dtype in parts:
         stop = start + math.prod(shape) * dtype.itemsize
         views.append(storage[start:stop].view(dtype).view(shape))
-        start = _aligned(stop)
+        start = aligned(stop)
     return views
 
 
 def _in_parts(tensor: Tensor, row_elements: int) -> tuple[Tensor, ...]:
     """A tensor by as many rows as are quantised at once."""
     return tensor.split(max(1, QUANTISED_AT_ONCE // max(1, row_elements)))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

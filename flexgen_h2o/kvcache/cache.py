@@ -6,25 +6,24 @@ which the home repeats the overwriting that compute has done, and the scores. Un
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.basics.memory_sizes import whole_pages
-from flexgen_h2o.kvcache.attention import decode_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.kvcache.buffer import KVBuffer
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.padding import Padding
 from flexgen_h2o.memory.extents import Extent
 from flexgen_h2o.memory.run_folder import RunFolder
 from flexgen_h2o.memory.tiers import Stored, Tiers
 from flexgen_h2o.memory.transfer import Ticket, Transfer, start_load, start_store
+from flexgen_h2o.plan.kv_shape import UnitShape, working_bytes
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import Tier
-from flexgen_h2o.plan.schedule import LoadCache
-
-LEDGER_LINE = "KV cache"
-WORKING_LINE = "KV working buffers"
+from flexgen_h2o.plan.schedule import LoadCache, places
 
 
 @dataclass
@@ -65,7 +64,7 @@ class KVCache:
     """All units of a block.
 
     Args:
-        shapes: the units of one layer; all layers are alike.
+        shapes: the units of one layer, but for their slots, which are as the rule says for each layer.
         homes: the tier of each unit, by layer and sub-batch.
         look_ahead: units that are loaded ahead of the one in use.
         attend_at_home: compute attention of units in host memory there, on the CPU, rather than load them.
@@ -83,8 +82,8 @@ class KVCache:
         look_ahead: int,
         attend_at_home: bool = False,
     ):
-        self.rule = rule
-        self._shapes = shapes
+        self.rules = [rule.at_layer(layer, len(homes)) for layer in range(len(homes))]
+        self._shapes = [[replace(unit, heavy=own.heavy, recent=own.recent) for unit in shapes] for own in self.rules]
         self._dtype = dtype
         self._tiers = tiers
         self._transfer = transfer
@@ -97,7 +96,7 @@ class KVCache:
         try:
             self._make_homes(homes, run_folder)
             needs_working = any(not self._in_reach(unit) for layer in self.units for unit in layer)
-            self._working = self._make_working(look_ahead + 1) if needs_working else []
+            self._working = self._make_working(look_ahead) if needs_working else []
         except BaseException:
             self.close()
             raise
@@ -107,7 +106,13 @@ class KVCache:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values at home; scores and columns apart."""
-        return len(self.units) * sum(shape.kv_bytes(self._dtype.itemsize) for shape in self._shapes)
+        return sum(shape.kv_bytes(self._dtype.itemsize) for layer in self._shapes for shape in layer)
+
+    def sizes(self) -> Iterator[tuple[Tier, int]]:
+        """Home and bytes of every unit."""
+        for layer, shapes in zip(self.units, self._shapes, strict=True):
+            for unit, shape in zip(layer, shapes, strict=True):
+                yield unit.tier, shape.nbytes(self._dtype.itemsize)
 
     def begin(self, paddings: Sequence[Padding]) -> None:
         """Starts a new block, with the padding of each of its units; there may be fewer than the cache was made for."""
@@ -132,7 +137,7 @@ class KVCache:
         working = self._next_working(layer, unit)
         after = [here.stored, *working.free]
         working.buffer.resume(self._padding[unit], here.columns_seen)
-        target = self._unit_storage(working, unit, here.buffer is None)
+        target = self._unit_storage(working, layer, unit, here.buffer is None)
         working.loaded = start_load(self._transfer, target, here.place, after, LoadCache(layer, unit))
 
     def empty(self, layer: int, unit: int) -> KVBuffer:
@@ -221,7 +226,7 @@ class KVCache:
             host_query, host_keys, host_values = (self._to_host(tensor) for tensor in (query, keys, values))
             home.resume(padding, column)
             home.append(host_keys, host_values, column)
-            self._transfer.copy("h2d", output, decode_attention(host_query, home))
+            self._transfer.copy("h2d", output, home.attend(host_query))
 
         here.stored = self._transfer.submit(
             "host", attend, [self._transfer.used(), before], _named("attend", layer, unit)
@@ -232,23 +237,23 @@ class KVCache:
         """Gives all bytes back."""
         for stored, line in self._allocated:
             self._tiers.release(stored, line)
-        self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
+        self._tiers.ledger.release("disk", Line.KV_CACHE, self._disk_bytes)
         self._allocated, self.units, self._working, self._in_use, self._disk_bytes = [], [], [], {}, 0
 
     def _store_whole(self, layer: int, unit: int) -> None:
         here = self.units[layer][unit]
         working = self._in_use.pop((layer, unit))
         after = [self._transfer.used(), here.stored]
-        source = self._unit_storage(working, unit, here.buffer is None)
+        source = self._unit_storage(working, layer, unit, here.buffer is None)
         here.stored = start_store(self._transfer, here.place, source, after, _named("store", layer, unit))
         working.free = [here.stored]
 
-    def _unit_storage(self, working: WorkingBuffer, unit: int, on_disk: bool) -> Tensor:
+    def _unit_storage(self, working: WorkingBuffer, layer: int, unit: int, on_disk: bool) -> Tensor:
         """The part of a working buffer's memory that a unit takes, in whole pages if it lives on disk.
 
         The last unit may be smaller than the others.
         """
-        nbytes = self._shapes[unit].nbytes(self._dtype.itemsize)
+        nbytes = self._shapes[layer][unit].nbytes(self._dtype.itemsize)
         return working.buffer.storage[: whole_pages(nbytes) if on_disk else nbytes]
 
     def _to_host(self, tensor: Tensor) -> Tensor:
@@ -263,44 +268,56 @@ class KVCache:
         working = self._working[self._turn % len(self._working)]
         self._turn += 1
         self._in_use[layer, unit] = working
+        working.buffer.serve(self._largest(layer), self.rules[layer], layer)
         return working
 
+    def _largest(self, layer: int) -> UnitShape:
+        return max(self._shapes[layer], key=lambda shape: shape.rows)
+
     def _make_homes(self, homes: Sequence[Sequence[Tier]], run_folder: RunFolder | None) -> None:
-        sizes = [whole_pages(shape.nbytes(self._dtype.itemsize)) for shape in self._shapes]
-        on_disk = sum(size for layer in homes for size, tier in zip(sizes, layer, strict=True) if tier == "disk")
-        self._tiers.ledger.charge("disk", LEDGER_LINE, on_disk)
+        extent_bytes = [
+            whole_pages(shape.nbytes(self._dtype.itemsize))
+            for tiers, shapes in zip(homes, self._shapes, strict=True)
+            for tier, shape in zip(tiers, shapes, strict=True)
+            if tier == "disk"
+        ]
+        on_disk = sum(extent_bytes)
+        self._tiers.ledger.charge("disk", Line.KV_CACHE, on_disk)
         self._disk_bytes = on_disk
         file = Extent(Path(), 0, on_disk)
         if run_folder is not None and on_disk:
             file = run_folder.reserve("kv", on_disk)
-        extents = file.cut(size for layer in homes for size, tier in zip(sizes, layer, strict=True) if tier == "disk")
-        self.units = [self._make_layer(layer, extents) for layer in homes]
+        extents = file.cut(extent_bytes)
+        self.units = [self._make_layer(layer, tiers, extents) for layer, tiers in enumerate(homes)]
 
-    def _make_layer(self, homes: Sequence[Tier], extents: Iterator[Extent]) -> list[Unit]:
+    def _make_layer(self, layer: int, homes: Sequence[Tier], extents: Iterator[Extent]) -> list[Unit]:
         """The units of one layer. Those on one tier in memory lie in one piece."""
-        sizes = [shape.nbytes(self._dtype.itemsize) for shape in self._shapes]
+        sizes = [shape.nbytes(self._dtype.itemsize) for shape in self._shapes[layer]]
         pieces = {
             tier: self._allocate(
-                tier, sum(size for size, home in zip(sizes, homes, strict=True) if home == tier), LEDGER_LINE
+                tier, sum(size for size, home in zip(sizes, homes, strict=True) if home == tier), Line.KV_CACHE
             )
             for tier in set(homes) - {"disk"}
         }
         units = []
-        for shape, tier, size in zip(self._shapes, homes, sizes, strict=True):
+        for shape, tier, size in zip(self._shapes[layer], homes, sizes, strict=True):
             if tier == "disk":
                 units.append(Unit(tier, extent=next(extents)))
             else:
                 storage, pieces[tier] = pieces[tier][:size], pieces[tier][size:]
-                units.append(Unit(tier, KVBuffer(shape, self.rule, self._dtype, storage)))
+                units.append(Unit(tier, KVBuffer(shape, self.rules[layer], self._dtype, storage, layer)))
         return units
 
-    def _make_working(self, count: int) -> list[WorkingBuffer]:
+    def _make_working(self, look_ahead: int) -> list[WorkingBuffer]:
         """Buffers for the largest unit, in one piece, which has the better chance of huge pages."""
-        largest = max(self._shapes, key=lambda shape: shape.rows)
-        nbytes = whole_pages(largest.nbytes(self._dtype.itemsize))
-        storage = self._allocate("gpu", self._tiers.buffer_bytes(count * nbytes), WORKING_LINE)
-        parts = storage[: count * nbytes].split(nbytes)
-        return [WorkingBuffer(KVBuffer(largest, self.rule, self._dtype, part)) for part in parts]
+        nbytes = max(self._largest(layer).nbytes(self._dtype.itemsize) for layer in range(len(self._shapes)))
+        storage = self._allocate(
+            "gpu", working_bytes(nbytes, look_ahead, self._tiers.ledger.joint), Line.WORKING_BUFFERS
+        )
+        nbytes = whole_pages(nbytes)
+        parts = storage[: places(look_ahead) * nbytes].split(nbytes)
+        shape, rule = self._shapes[0][0], self.rules[0]  # until they serve a unit
+        return [WorkingBuffer(KVBuffer(shape, rule, self._dtype, part)) for part in parts]
 
     def _allocate(self, tier: Tier, nbytes: int, line: str) -> Tensor:
         stored = self._tiers.allocate(tier, line, (nbytes,), torch.uint8, line, pin=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from flexgen_h2o.kernels.matrices import best_layout
+from flexgen_h2o.kernels.matrices.choice import best_layout
 
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 LARGEST_KEPT_BLOCK = 2**20  # bytes

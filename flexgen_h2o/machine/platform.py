@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.basics.memory_sizes import GB, MOST_GB
-from flexgen_h2o.kernels.matrices import MatrixLayout, PlainLayout
+from flexgen_h2o.kernels.matrices.layout import MatrixLayout
+from flexgen_h2o.kernels.matrices.plain import PlainLayout
 from flexgen_h2o.machine.limits import usable_memory
 from flexgen_h2o.memory.transfer import Transfer
+from flexgen_h2o.plan import names
 from flexgen_h2o.plan.placement import Tier
 
-DEVICES = ("auto", "cuda", "cpu", "meta")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in names.DTYPES}
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def setting_problems(device: str, dtype: str, budgets: Mapping[str, float | None
     for tier, budget in budgets.items():
         if budget is not None and not 0 <= budget <= MOST_GB:
             found.append(f"--{tier}-mem is {budget}; it must be a number of GB between 0 and {MOST_GB}")
-    if device not in DEVICES:
-        found.append(f"--device {device!r} is unknown; known ones: {', '.join(DEVICES)}")
+    if device not in names.DEVICES:
+        found.append(f"--device {device!r} is unknown; known ones: {', '.join(names.DEVICES)}")
     elif device == "cuda" and not torch.cuda.is_available():
         found.append("--device 'cuda': torch finds no GPU here; use --device cpu, or --device meta for a dry run")
     if dtype not in ("auto", *DTYPES):

@@ -15,10 +15,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from flexgen_h2o.basics.memory_sizes import gb, whole_huge_pages
+from flexgen_h2o.basics.memory_sizes import gb
 from flexgen_h2o.memory.direct_io import aligned_bytes
 from flexgen_h2o.memory.extents import Extent
-from flexgen_h2o.plan.placement import TIERS, Tier
+from flexgen_h2o.plan.placement import TIERS, Tier, reachable
 
 
 class BudgetError(RuntimeError):
@@ -153,32 +153,28 @@ class Tiers:
     @property
     def reachable(self) -> frozenset[Tier]:
         """The tiers that compute works on without a copy."""
-        return frozenset(("gpu", "cpu")) if self.ledger.joint else frozenset(("gpu",))
+        return reachable(self.ledger.joint)
 
     def memory_device(self, tier: Tier) -> torch.device:
         """Where torch allocates a tier's tensors."""
         on_host = tier == "cpu" and self.device.type == "cuda"
         return torch.device("cpu") if on_host else self.device
 
-    def buffer_bytes(self, nbytes: int) -> int:
-        """What buffers on the device take for so many bytes of KV: whole huge pages where files are read into them."""
-        return whole_huge_pages(nbytes) if self.ledger.joint else nbytes
-
     def allocate(
-        self, tier: Tier, name: str, shape: tuple[int, ...], dtype: torch.dtype, group: str, pin: bool = False
+        self, tier: Tier, name: str, shape: tuple[int, ...], dtype: torch.dtype, line: str, pin: bool = False
     ) -> Stored:
         """An uninitialised tensor in memory, on gpu or cpu.
 
         Args:
-            group: the ledger's line for it.
+            line: of the ledger, for it.
             pin: beside a GPU, take pinned host memory, from which copies need no staging.
         """
         nbytes = prod(shape) * dtype.itemsize
-        self.ledger.charge(tier, group, nbytes)
+        self.ledger.charge(tier, line, nbytes)
         try:
             tensor = self._empty(tier, shape, dtype, pin)
         except BaseException:
-            self.ledger.release(tier, group, nbytes)
+            self.ledger.release(tier, line, nbytes)
             raise
         return Stored(name, tier, shape, dtype, tensor=tensor)
 
@@ -202,9 +198,9 @@ class Tiers:
         # In huge pages where it is large: read and filled from disk faster, and aligned for direct I/O.
         return aligned_bytes(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    def release(self, stored: Stored, group: str) -> None:
+    def release(self, stored: Stored, line: str) -> None:
         """Gives a tensor's bytes back; the caller drops its last reference."""
-        self.ledger.release(stored.tier, group, stored.nbytes)
+        self.ledger.release(stored.tier, line, stored.nbytes)
         if stored.tensor is not None and stored.tensor.data_ptr() in self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(stored.tensor.data_ptr()))
             self._pinned.remove(stored.tensor.data_ptr())

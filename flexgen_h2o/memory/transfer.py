@@ -14,19 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.memory.direct_io import read_direct, write_direct
 from flexgen_h2o.memory.extents import Extent, as_bytes
+from flexgen_h2o.plan.footprint import STAGING_BYTES
+from flexgen_h2o.plan.names import LINKS, Link
 from flexgen_h2o.plan.timeline import STALL, Timeline
 
-Link = Literal["h2d", "d2h", "disk_read", "disk_write", "host"]
-LINKS: tuple[Link, ...] = get_args(Link)
 WAIT_LIMIT_S = 30.0  # how long a ticket is waited for before its worker is looked at
-STAGING_BYTES = 16 * 2**20  # of each of a link's two pinned buffers
 
 
 class Ticket:

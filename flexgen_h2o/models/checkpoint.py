@@ -1,7 +1,7 @@
 """From what the user calls a model to checked weight files on this machine.
 
-Published OPT files differ in the prefix of their keys, in the name a tied output embedding is stored under, in shard
-count and in format. Here every parameter has one name, relative to the decoder (`model_config.ModelConfig.shapes`).
+Published files of one family differ in the prefix of their keys, in the name a tied output embedding is stored under,
+in shard count and in format. Here every parameter has one name, relative to the decoder (`ModelShape.shapes`).
 
 A folder's content is not trusted: nothing in it is executed, nothing outside it is opened because it says so, and what
 headers claim is held against the size of the file before it is used.
@@ -10,7 +10,7 @@ headers claim is held against the size of the file before it is used.
 import json
 import os
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,9 +20,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.models import registry
+from flexgen_h2o.models.base import TensorSource
+from flexgen_h2o.models.registry import facts_of
 from flexgen_h2o.models.safetensors_header import read_header
-from flexgen_h2o.plan import model_config
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.model_shape import ModelShape
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "model"
 SETTINGS_FILES = ["*.json", "*.txt", "*.model"]
@@ -34,7 +36,7 @@ MOST_REASON_LETTERS = 200
 class ModelSource:
     """Where a model comes from. `folder` is None for a published size that is run on dummy weights."""
 
-    config: ModelConfig
+    config: ModelShape
     folder: Path | None
 
 
@@ -48,11 +50,11 @@ def locate_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
     Raises UsageError that names the ways out.
     """
     if model is None:
-        return ModelSource(replace(model_config.from_folder(DEMO_FOLDER), name="demo"), DEMO_FOLDER)
+        return ModelSource(registry.from_folder(DEMO_FOLDER, name="demo"), DEMO_FOLDER)
     try:
         place = Path(model).expanduser()
         if place.is_dir():
-            return ModelSource(model_config.from_folder(place), place)
+            return ModelSource(registry.from_folder(place), place)
         is_file = place.exists()
     except (OSError, RuntimeError) as error:
         raise UsageError(f"--model {model} cannot be looked for: {error}; give another name") from None
@@ -61,9 +63,9 @@ def locate_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
     if model.startswith((".", os.sep, "~")) or model.count("/") > 1:
         raise UsageError(f"--model {model}: there is no such folder")
     if dummy_weights:
-        return ModelSource(model_config.published(model), None)
+        return ModelSource(registry.published(model), None)
     folder = _find_by_name(model, path)
-    return ModelSource(model_config.from_folder(folder), folder)
+    return ModelSource(registry.from_folder(folder), folder)
 
 
 def _find_by_name(model: str, path: str | None) -> Path:
@@ -78,9 +80,10 @@ def _find_by_name(model: str, path: str | None) -> Path:
             raise UsageError(f"--path {path}: there is no such folder; give another or leave it out")
         if found:
             return found[0]
-    repository = model if "/" in model else f"facebook/{model}"
+    repository = model
     if "/" not in model:
-        model_config.published(model)  # refuses a name that is none, before any network is asked
+        family, short = registry.find_published(model)  # refuses a name that is none, before any network is asked
+        repository = f"{family.owner}/{short}"
     reason = ""
     for local_files_only in (True, False):
         try:
@@ -127,6 +130,10 @@ class Checkpoint:
         paths = sorted({path.resolve() for path, _ in self.sources.values()})
         return " ".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths)
 
+    def source(self) -> TensorSource:
+        """Parameters as stored."""
+        return lambda names: self.tensors(frozenset(names))
+
     def tensors(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields the wanted parameters as stored, one at a time, in the order of the files."""
         by_file: dict[Path, list[str]] = {}
@@ -152,13 +159,13 @@ def _read_pickled(path: Path, keys: Mapping[str, str]) -> Iterator[tuple[str, Te
         yield name, stored[key]
 
 
-def open_checkpoint(folder: Path, config: ModelConfig) -> Checkpoint:
+def open_checkpoint(folder: Path, config: ModelShape) -> Checkpoint:
     """Finds and checks the weight files of a folder in Hugging Face format, without reading tensors.
 
     Raises UsageError that names every file that is missing or cut short, every parameter that is missing, stored
     twice or of another shape.
     """
-    files = _weight_files(folder)
+    files, family = _weight_files(folder), facts_of(config.family)
     stored: dict[str, list[tuple[Path, str]]] = {}
     shapes: dict[tuple[Path, str], tuple[int, ...]] = {}
     problems = []
@@ -170,7 +177,7 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Checkpoint:
             problems.append(f"weight file {path} cannot be read ({reason}); it may be cut short: fetch it again")
             continue
         for key, shape in file_shapes.items():
-            stored.setdefault(_parameter_name(key), []).append((path, key))
+            stored.setdefault(family.parameter_name(key), []).append((path, key))
             shapes[path, key] = shape
     if problems:
         raise UsageError(problems)
@@ -180,15 +187,14 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Checkpoint:
 def _match(
     stored: dict[str, list[tuple[Path, str]]],
     shapes: dict[tuple[Path, str], tuple[int, ...]],
-    config: ModelConfig,
+    config: ModelShape,
     folder: Path,
 ) -> Checkpoint:
     """Pairs what the model needs with what the files hold."""
-    if config.tie_word_embeddings:
-        # Tied embeddings are stored under either name, or under both.
-        head = stored.pop("lm_head.weight", [])
-        if "embed_tokens.weight" not in stored and head:
-            stored["embed_tokens.weight"] = head
+    for alias, name in config.aliases:
+        under_alias = stored.pop(alias, [])
+        if name not in stored and under_alias:
+            stored[name] = under_alias
     problems = []
     sources = {}
     for name, shape in config.shapes().items():
@@ -210,10 +216,6 @@ def _match(
     unused = tuple(key for places in stored.values() for _, key in places)
     in_file_order = sorted(sources.items(), key=lambda item: str(item[1][0]))
     return Checkpoint(dict(in_file_order), unused)
-
-
-def _parameter_name(key: str) -> str:
-    return key.removeprefix("model.").removeprefix("decoder.")
 
 
 def _weight_files(folder: Path) -> list[Path]:

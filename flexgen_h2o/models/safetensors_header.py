@@ -13,7 +13,7 @@ from typing import Any
 
 MOST_HEADER_BYTES = 100_000_000  # as the format has it
 MOST_DIMENSIONS = 8
-# Bytes of an element. Others exist; no OPT checkpoint has them.
+# Bytes of an element. Others exist; checkpoints of the models here do not have them.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOATING = ("F64", "F32", "F16", "BF16")
 

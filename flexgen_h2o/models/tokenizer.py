@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.model_shape import ModelShape
 
 # Any one of these makes a folder one with a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -62,7 +62,7 @@ class Tokenizer:
         return self.decode(shown[-visible:])
 
 
-def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+def load_tokenizer(folder: Path, config: ModelShape) -> Tokenizer | None:
     """The tokenizer of a folder in Hugging Face format; None if it has none. Raises UsageError if it is broken."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None

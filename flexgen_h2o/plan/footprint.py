@@ -1,13 +1,17 @@
 """What compute holds in passing, in bytes, and how work is cut so that it stays small.
 
-The ledger of a run (runtime.py) and the plans of the policy search (search/sizes.py) count by these formulas; what a
-caller knows better, such as the padding of a workspace, it adds. Without torch, which plans do not need.
+The ledger of a run (engine/assemble.py) and the plans of the policy search (search/sizes.py) count by these formulas;
+what a caller knows better, such as the padding of a workspace, it adds.
 """
 
 from collections.abc import Iterable
 
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.model_shape import ModelShape
+from flexgen_h2o.plan.names import LINKS
 
+# Of each of a link's two pinned buffers, beside a GPU; and of all of them.
+STAGING_BYTES = 16 * 2**20
+STAGED_BYTES = 2 * STAGING_BYTES * len(LINKS)
 # Logits held at once in prefill: rows x heads x queries x n. Large enough for efficient products, small enough that
 # memory grows with n and never with its square. On a CPU they should fit its caches; a GPU wants much work at a time.
 PREFILL_LOGITS = 2**20
@@ -51,7 +55,7 @@ def prefill_attention_bytes(rows: int, heads: int, n: int, head_dim: int, itemsi
 
 
 def workspace_needs(
-    config: ModelConfig, itemsize: int, prefill_tokens: int, group_rows: float, attention_bytes: int
+    config: ModelShape, itemsize: int, prefill_tokens: int, group_rows: float, attention_bytes: int
 ) -> tuple[float, ...]:
     """What takes a workspace, one after the other: a layer of prefill and of decode, then the choice of tokens.
 
@@ -61,19 +65,19 @@ def workspace_needs(
     Args:
         attention_bytes: of prefill, as prefill_attention_bytes() says.
     """
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
     needs: list[float] = []
     for tokens in (prefill_tokens, group_rows):
         norm = tokens * (hidden * itemsize + 8)
-        held = norm + 3 * tokens * hidden * itemsize
-        attended = tokens * (hidden * itemsize + 4 * heads)
-        rest = norm * (1 if config.do_layer_norm_before else 2) + tokens * (config.ffn_dim + 2 * hidden) * itemsize
+        held = norm + tokens * config.qkv_size * itemsize
+        attended = tokens * (queries * itemsize + 4 * config.num_key_value_heads)
+        rest = norm * config.norms_held + tokens * (config.intermediate_size + 2 * hidden) * itemsize
         needs += [held + attention_bytes, held + attended + rest]
     return *needs, group_rows * (hidden * itemsize + 8 + config.vocab_size * (itemsize + 4))
 
 
 def passing_bytes(
-    config: ModelConfig,
+    config: ModelShape,
     itemsize: int,
     rows: int,
     prompt_len: int,
@@ -93,12 +97,13 @@ def passing_bytes(
     """
     hidden = rows * prompt_len * config.hidden_size * itemsize
     normalised = hidden  # torch's layer normalisation makes its output twice
-    kept = 2 * rows * config.hidden_size * sum(slots) * itemsize
+    keys = config.num_key_value_heads * config.head_dim  # elements of a token's keys
+    kept = 2 * rows * keys * sum(slots) * itemsize
     if quantises:
-        row = config.hidden_size * max(slots)
+        row = keys * max(slots)
         kept += max(row, min(rows * row, QUANTISED_AT_ONCE)) * QUANTISING_BYTES
-    scores = 4 * rows * config.num_attention_heads * max(prompt_len, sum(slots)) * 4
-    activation = rows * prompt_len * config.ffn_dim * itemsize if config.activation_function != "relu" else 0
+    scores = 4 * rows * config.num_key_value_heads * max(prompt_len, sum(slots)) * 4
+    activation = 0 if config.activates_in_place else rows * prompt_len * config.intermediate_size * itemsize
     return (1 + travelling) * hidden + max(normalised, kept + scores, activation, product_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of 4-bit groups; what they hold is said in module quant. Without torch, for plans and estimates."""
+"""Sizes of 4-bit groups; what they hold is said in kernels/four_bits.py. Without torch, for plans and estimates."""
 
 GROUP = 64  # values
 LEVELS = 15  # steps between the lowest and the highest code

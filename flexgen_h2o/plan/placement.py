@@ -8,14 +8,18 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from typing import Literal, get_args
 
-from flexgen_h2o.plan.model_config import ModelConfig, Shapes
+from flexgen_h2o.plan.model_shape import ModelShape, ParameterShape, full_name
 
 Tier = Literal["gpu", "cpu", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 Shares = tuple[float, float, float]  # of gpu, cpu and disk; they sum to 1
+
+
+def reachable(joint: bool) -> frozenset[Tier]:
+    """The tiers that compute works on without a copy; with `joint`, gpu and cpu are one memory."""
+    return frozenset(("gpu", "cpu")) if joint else frozenset(("gpu",))
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,14 @@ def _evenly(chosen: int, count: int) -> list[bool]:
 WeightHomes = Mapping[str, Tier]
 
 
-def place_weights(config: ModelConfig, shares: Shares) -> WeightHomes:
+def place_weights(config: ModelShape, shares: Shares) -> WeightHomes:
     """The home of every parameter, by its name relative to the decoder.
 
     Within a layer the small tensors come first, so that they go to the fastest tier that has any share; then the
     matrices in order. Where a share ends inside a tensor, that tensor goes one way in some layers and the other way in
     the rest, by error diffusion; neighbouring layers differ by at most that one tensor per boundary.
     """
-    outer, layer = small_first(config.outer_shapes()), small_first(config.layer_shapes())
+    outer, layer = small_first(config.outer), small_first(config.layer)
     outer_sums, layer_sums = _sums(outer), _sums(layer)
     layers = config.num_hidden_layers
     total = outer_sums[-1] + layers * layer_sums[-1]
@@ -122,21 +126,21 @@ def place_weights(config: ModelConfig, shares: Shares) -> WeightHomes:
         # What the outer tensors take too much or too little is made up for by all layers alike.
         target = (boundary * total - outer_sums[outer_cuts[-1]]) / layers
         targets.append(min(max(target, 0.0), layer_sums[-1]))
-    homes = dict(zip(outer, _by_cuts(len(outer), *outer_cuts), strict=True))
+    homes = {each.name: tier for each, tier in zip(outer, _by_cuts(len(outer), *outer_cuts), strict=True)}
     for index, cuts in enumerate(_diffuse(layer_sums, targets, layers)):
         tiers = _by_cuts(len(layer), *cuts)
-        homes |= {f"layers.{index}.{name}": tier for name, tier in zip(layer, tiers, strict=True)}
+        homes |= {full_name(index, each.name): tier for each, tier in zip(layer, tiers, strict=True)}
     return homes
 
 
-def small_first(shapes: Shapes) -> Shapes:
+def small_first(page: Iterable[ParameterShape]) -> list[ParameterShape]:
     """The order in which a page's parameters fill the tiers, from fast to slow, and lie on disk."""
-    return dict(sorted(shapes.items(), key=lambda item: len(item[1])))
+    return sorted(page, key=lambda parameter: len(parameter.shape))
 
 
-def _sums(shapes: Shapes) -> list[int]:
+def _sums(page: Iterable[ParameterShape]) -> list[int]:
     """Elements before each tensor, and in all."""
-    return [0, *accumulate(prod(shape) for shape in shapes.values())]
+    return [0, *accumulate(parameter.elements for parameter in page)]
 
 
 def _nearest_cut(sums: Sequence[int], target: float) -> int:

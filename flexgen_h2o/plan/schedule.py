@@ -1,26 +1,64 @@
 """The zig-zag block schedule (FlexGen, Sheng et al. 2023, arXiv 2303.06865, section 4.1) as a pure generator.
 
-A block is all the sequences that share one pass over the layers. Every layer is visited once per token for the whole
-block, so that whatever a layer costs to bring is paid once for all its rows. The generator knows no tensors: the
-engine executes its operations, and a simulator can count them.
+A block is all the sequences that share one pass over the layers. Every layer is visited once a step for the whole
+block, so that whatever a layer costs to bring is paid once for all its rows. The schedule knows no tensors: the engine
+executes its operations, and a simulator can count them.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
-# The page of weights that holds what lies outside the decoder layers; layer n is page n.
-OUTER = -1
+from flexgen_h2o.plan.model_shape import OUTER
+
+Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive rows of a block that are computed together."""
+    """Consecutive rows of a block that are computed together.
+
+    Attributes:
+        index: among the groups of its phase.
+        units: indices of the units it holds; in prefill it is one.
+    """
 
     index: int
-    units: tuple[int, ...]  # indices of the units it holds
+    phase: Phase
+    units: tuple[int, ...]
     rows: slice
+
+    @property
+    def key(self) -> tuple[Phase, int]:
+        """Tells it from all other groups of a block."""
+        return self.phase, self.index
+
+    @property
+    def count(self) -> int:
+        """How many rows it has."""
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass over the layers.
+
+    Attributes:
+        number: tokens of each row that earlier steps have chosen.
+        groups: in the order in which they are computed.
+        is_last: nothing follows, whatever is chosen.
+    """
+
+    number: int
+    groups: tuple[Group, ...]
+    is_last: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        """What it is counted as: prefill, if there is nothing else in it."""
+        return "prefill" if all(group.phase == "prefill" for group in self.groups) else "decode"
 
 
 @dataclass(frozen=True)
@@ -39,6 +77,15 @@ class BlockShape:
     def rows(self) -> int:
         return self.unit_rows[-1].stop
 
+    def steps(self, numbers: Sequence[int]) -> Iterator[Step]:
+        """Passes of all rows together: number 0 is prefill, the others are decode steps.
+
+        Args:
+            numbers: in order; all of them, or a few that stand for the rest.
+        """
+        for number in numbers:
+            yield Step(number, self.decode_groups if number else self.prefill_groups, number == numbers[-1])
+
 
 def cut_block(rows: int, gpu_batch_size: int, decode_batch_size: int) -> BlockShape:
     """Cuts `rows` rows (at least 1) into units of `gpu_batch_size` and groups of `decode_batch_size` rows.
@@ -47,14 +94,14 @@ def cut_block(rows: int, gpu_batch_size: int, decode_batch_size: int) -> BlockSh
     """
     units = tuple(slice(a, min(a + gpu_batch_size, rows)) for a in range(0, rows, gpu_batch_size))
     per_group = decode_batch_size // gpu_batch_size
-    return BlockShape(units, _group(units, 1), _group(units, per_group))
+    return BlockShape(units, _group(units, 1, "prefill"), _group(units, per_group, "decode"))
 
 
-def _group(units: Sequence[slice], units_per_group: int) -> tuple[Group, ...]:
+def _group(units: Sequence[slice], units_per_group: int, phase: Phase) -> tuple[Group, ...]:
     groups: list[Group] = []
     for first in range(0, len(units), units_per_group):
         members = tuple(range(first, min(first + units_per_group, len(units))))
-        groups.append(Group(len(groups), members, slice(units[members[0]].start, units[members[-1]].stop)))
+        groups.append(Group(len(groups), phase, members, slice(units[members[0]].start, units[members[-1]].stop)))
     return tuple(groups)
 
 
@@ -82,11 +129,11 @@ class LoadCache:
 
 @dataclass(frozen=True)
 class StoreCache:
-    """Starts to put back what the token has changed of a unit's KV."""
+    """Starts to put back what a step has changed of the KV of one of a group's units."""
 
-    token: int
     layer: int
     unit: int
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -107,7 +154,7 @@ class StoreHidden:
 class Embed:
     """Turns the group's token ids into hidden states."""
 
-    token: int
+    step: int
     group: Group
 
 
@@ -115,25 +162,24 @@ class Embed:
 class Project:
     """Computes the layer's queries, keys and values for the group."""
 
-    token: int
     layer: int
     group: Group
 
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of one unit over its KV, which it also updates."""
+    """Attention of one of a group's units over its KV, which it also updates."""
 
-    token: int
+    step: int
     layer: int
     unit: int
+    group: Group
 
 
 @dataclass(frozen=True)
 class Finish:
     """Output projection and MLP of the layer for the group."""
 
-    token: int
     layer: int
     group: Group
 
@@ -142,15 +188,15 @@ class Finish:
 class Choose:
     """Chooses the group's next token from its logits."""
 
-    token: int
+    step: int
     group: Group
 
 
 @dataclass(frozen=True)
 class EndStep:
-    """Every row has its next token."""
+    """Every row of the step has its next token."""
 
-    token: int
+    step: int
 
 
 Operation = (
@@ -169,94 +215,117 @@ Operation = (
 )
 
 
+def places(look_ahead: int) -> int:
+    """How many pages of weights, or units of KV, have a place on the device: that in use, and those on their way."""
+    return 1 + look_ahead
+
+
 def telling_steps(gen_len: int) -> list[int]:
     """Prefill, the first two decode steps and the last: what a walk needs that is to stand for a whole run."""
     return sorted({0, *(step for step in (1, 2, gen_len - 1) if 0 < step < gen_len)})
 
 
-def zigzag(
-    tokens: Sequence[int], layers: int, shape: BlockShape, look_ahead: int = 0, groups_in_flight: int = 1
-) -> Iterator[Operation]:
-    """All operations that generate tokens for a block: token 0 is prefill, the others are decode steps.
+class Zigzag:
+    """The schedule of one block: step after step, the operations of a pass over the layers.
 
     Args:
-        tokens: the steps to walk, in order; all of them, or a few that stand for the rest.
         layers: decoder layers.
         look_ahead: how many pages of weights, units of KV, and hidden states of groups are on their way ahead of those
             in use. Computation is the same, in the same order, whatever it is.
         groups_in_flight: decode groups whose attention may be under way at once, where it runs beside the projections.
     """
-    pages = _page_order(len(tokens), layers)
-    yield from islice(pages, look_ahead)
-    for step, token in enumerate(tokens):
-        groups = shape.prefill_groups if token == 0 else shape.decode_groups
-        in_flight = 1 if token == 0 else groups_in_flight
+
+    def __init__(self, layers: int, look_ahead: int = 0, groups_in_flight: int = 1):
+        self._layers = layers
+        self._look_ahead = look_ahead
+        self._groups_in_flight = groups_in_flight
+        self._pages: deque[FetchWeights] = deque()  # in the order of use; those not yet fetched
+        self._has_begun = False
+
+    def walk(self, step: Step) -> Iterator[Operation]:
+        """All operations of a step; the next one is asked for once they have been carried out."""
+        groups = step.groups
         # A unit must have been put back before it is loaded again, so there is no looking ahead of all of them.
-        ahead = min(look_ahead, layers * len(shape.unit_rows) - 1)
-        units, hidden = _unit_order(token, layers, groups), _hidden_order(token, layers, groups)
+        ahead = min(self._look_ahead, self._layers * sum(len(group.units) for group in groups) - 1)
+        units, hidden = _unit_order(self._layers, groups), _hidden_order(self._layers, groups)
+        yield from self._begin(step)
         yield from islice(units, ahead)
-        if step == 0:
-            yield from islice(pages, 1)
+        if not self._has_begun:
+            yield from self._fetch(1)
+            self._has_begun = True
         for group in groups:
-            yield Embed(token, group)
-            yield from _store_hidden(token, group)
-        yield from islice(hidden, min(look_ahead, len(groups) - 1))
+            yield Embed(step.number, group)
+            yield from _store_hidden(group)
+        # Hidden states, too, and only those in prefill move.
+        in_prefill = sum(group.phase == "prefill" for group in groups)
+        yield from islice(hidden, max(0, min(self._look_ahead, in_prefill - 1)))
         yield ReleaseWeights(OUTER)
-        for layer in range(layers):
-            yield from islice(pages, 1)
+        for layer in range(self._layers):
+            yield from self._fetch(1)
             waiting: deque[Group] = deque()
             for group in groups:
-                yield from islice(hidden, 1)
-                yield Project(token, layer, group)
+                yield from islice(hidden, int(group.phase == "prefill"))
+                yield Project(layer, group)
                 for unit in group.units:
-                    yield from islice(units, 1)
-                    yield Attend(token, layer, unit)
-                    yield StoreCache(token, layer, unit)
+                    yield from islice(units, int(group.phase == "decode"))
+                    yield Attend(step.number, layer, unit, group)
+                    yield StoreCache(layer, unit, group)
                 waiting.append(group)
-                if len(waiting) == in_flight:
-                    yield from _finish(token, layer, waiting.popleft())
+                while len(waiting) >= (self._groups_in_flight if group.phase == "decode" else 1):
+                    yield from _finish(layer, waiting.popleft())
             for group in waiting:
-                yield from _finish(token, layer, group)
+                yield from _finish(layer, group)
             yield ReleaseWeights(layer)
-        yield from islice(pages, 1)
+        yield from self._fetch(1)
         for group in groups:
-            yield from islice(hidden, 1)
-            yield Choose(token, group)
-        yield EndStep(token)
+            yield from islice(hidden, int(group.phase == "prefill"))
+            yield Choose(step.number, group)
+        yield EndStep(step.number)
+
+    def _begin(self, step: Step) -> Iterator[FetchWeights]:
+        """Pages in the order of use. The outer page that chooses one token stays to embed the next."""
+        one_pass = [*map(FetchWeights, range(self._layers)), FetchWeights(OUTER)]
+        if not self._has_begun:
+            self._pages += [FetchWeights(OUTER), *one_pass]
+        if not step.is_last:
+            self._pages += one_pass
+        if not self._has_begun:
+            yield from self._fetch(self._look_ahead)
+
+    def _fetch(self, count: int) -> Iterator[FetchWeights]:
+        for _ in range(min(count, len(self._pages))):
+            yield self._pages.popleft()
 
 
-def _finish(token: int, layer: int, group: Group) -> Iterator[Operation]:
-    yield Finish(token, layer, group)
-    yield from _store_hidden(token, group)
+def zigzag(steps: Iterable[Step], layers: int, look_ahead: int = 0, groups_in_flight: int = 1) -> Iterator[Operation]:
+    """All operations of some steps; the other arguments are those of Zigzag."""
+    schedule = Zigzag(layers, look_ahead, groups_in_flight)
+    for step in steps:
+        yield from schedule.walk(step)
 
 
-def _store_hidden(token: int, group: Group) -> Iterator[StoreHidden]:
+def _finish(layer: int, group: Group) -> Iterator[Operation]:
+    yield Finish(layer, group)
+    yield from _store_hidden(group)
+
+
+def _store_hidden(group: Group) -> Iterator[StoreHidden]:
     """Hidden states have homes in prefill; in decode they are small and stay on the device."""
-    if token == 0:
+    if group.phase == "prefill":
         yield StoreHidden(group)
 
 
-def _hidden_order(token: int, layers: int, groups: Sequence[Group]) -> Iterator[LoadHidden]:
+def _hidden_order(layers: int, groups: Sequence[Group]) -> Iterator[LoadHidden]:
     """Hidden states in the order of their use: by every layer, and by the choice of the token."""
-    if token == 0:
-        for _ in range(layers + 1):
-            yield from map(LoadHidden, groups)
+    in_prefill = [group for group in groups if group.phase == "prefill"]
+    for _ in range(layers + 1):
+        yield from map(LoadHidden, in_prefill)
 
 
-def _page_order(tokens: int, layers: int) -> Iterator[FetchWeights]:
-    """Pages in the order of use. The outer page that chooses one token stays to embed the next."""
-    yield FetchWeights(OUTER)
-    for _ in range(tokens):
-        for layer in range(layers):
-            yield FetchWeights(layer)
-        yield FetchWeights(OUTER)
-
-
-def _unit_order(token: int, layers: int, groups: Sequence[Group]) -> Iterator[LoadCache]:
+def _unit_order(layers: int, groups: Sequence[Group]) -> Iterator[LoadCache]:
     """Units in the order of use; prefill fills them and loads none."""
-    if token == 0:
-        return
     for layer in range(layers):
         for group in groups:
-            for unit in group.units:
-                yield LoadCache(layer, unit)
+            if group.phase == "decode":
+                for unit in group.units:
+                    yield LoadCache(layer, unit)

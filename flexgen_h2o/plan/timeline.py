@@ -1,6 +1,6 @@
 """What every resource of a run was busy with, and when.
 
-A lane is a resource: "compute", or a link of transfer.py. Sums are always kept; single spans only for a trace.
+A lane is a resource: "compute", or a link of memory/transfer.py. Sums are always kept; single spans only for a trace.
 """
 
 import json

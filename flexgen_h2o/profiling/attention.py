@@ -7,12 +7,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import four_bits as quant
-from flexgen_h2o.kvcache.attention import decode_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction.rules import H2O
+from flexgen_h2o.kernels import four_bits
+from flexgen_h2o.kvcache.buffer import KVBuffer
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.padding import Padding
 from flexgen_h2o.machine.platform import default_dtype, dtype_name
 from flexgen_h2o.memory.workspace import Workspace, padded
+from flexgen_h2o.plan.kv_shape import UnitShape
 from flexgen_h2o.profiling.timing import Stopwatch, fill
 
 HIDDEN_SIZE = 2048  # heads x head_dim of a row: OPT-1.3b's
@@ -47,7 +48,7 @@ def fill_entries(entries: Tensor, head_dim: int) -> None:
         fill(entries)
     elif entries.numel():
         row = torch.empty(*entries.shape[1:3], head_dim, device=entries.device)
-        entries.copy_(quant.encode(fill(row)).expand_as(entries))
+        entries.copy_(four_bits.encode(fill(row)).expand_as(entries))
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Attention:
         storage = self.workspace.take((shape.nbytes(dtype.itemsize),), torch.uint8)
         buffer = full_buffer(shape, dtype, storage)
         query = fill(self.workspace.take((shape.rows, shape.heads, 1, head_dim), dtype)) * head_dim**-0.5
-        return shape.kv_bytes(dtype.itemsize) / self.stopwatch.seconds(name, lambda: decode_attention(query, buffer))
+        return shape.kv_bytes(dtype.itemsize) / self.stopwatch.seconds(name, lambda: buffer.attend(query))
 
 
 def attention_bytes(head_dims: Sequence[int], dtypes: Sequence[torch.dtype], slots: int, kv_bytes: int) -> int:

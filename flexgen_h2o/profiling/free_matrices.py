@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout, PlainMatrix, Storage
+from flexgen_h2o.kernels.matrices.layout import Matrix, MatrixLayout, Storage
+from flexgen_h2o.kernels.matrices.plain import PlainMatrix
 
 
 class FreeMatrix:

@@ -9,12 +9,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels.matrices import MatrixLayout, Storage, best_layout
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kernels.matrices.layout import MatrixLayout, Storage
 from flexgen_h2o.machine.platform import default_dtype, dtype_name
 from flexgen_h2o.memory.workspace import Workspace, padded
 from flexgen_h2o.plan.footprint import PANEL_OUTPUTS
 from flexgen_h2o.profiling.timing import Stopwatch, fill
-from flexgen_h2o.search.limits import FOUR_BITS
+from flexgen_h2o.search.rates import FOUR_BITS
 
 # Below this share of float32's rate a 16-bit type is converted in software: computing in it is never of use.
 LEAST_NATIVE_SHARE = 0.75

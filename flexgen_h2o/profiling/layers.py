@@ -12,12 +12,14 @@ import torch
 
 from flexgen_h2o.engine.assemble import RunSizes, Runtime
 from flexgen_h2o.engine.block import PromptBlock
-from flexgen_h2o.engine.generate import Greedy
+from flexgen_h2o.engine.chooser import Greedy
 from flexgen_h2o.engine.loop import Engine
-from flexgen_h2o.kernels.matrices import MatrixLayout, best_layout
-from flexgen_h2o.kvcache.eviction.rules import H2O
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kernels.matrices.layout import MatrixLayout
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.machine.platform import Platform
-from flexgen_h2o.plan.model_config import ModelConfig, published
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.schedule import Attend, Choose, Finish, Project
 from flexgen_h2o.plan.timeline import Span
@@ -67,11 +69,16 @@ class Layers:
         for length in self.prompt_lens:
             yield f"prefill/cpu/{length}", self._prefill(length)
 
-    def _decode(self, config: ModelConfig, layout: MatrixLayout, rows: int) -> list[Span]:
+    def _decode(self, config: ModelShape, layout: MatrixLayout, rows: int) -> list[Span]:
         """What compute did in decode steps."""
         with opened(config, self.dtype, layout, rows) as runtime:
             run(runtime.engine(RunSizes(H2O(2, 2), rows, 4)), rows, 4, WARM_UP + self.steps)
-            return [span for span in runtime.timeline.spans if getattr(span.work, "token", 0) > WARM_UP]
+            spans = runtime.timeline.spans
+            # Not every operation tells its step: the warm-up is over when it has chosen its last token.
+            chosen = (
+                at for at, span in enumerate(spans) if isinstance(span.work, Choose) and span.work.step == WARM_UP
+            )
+            return spans[max(chosen) + 1 :]
 
     def _prefill(self, length: int) -> float:
         """Bytes of hidden states that pass a layer in a second."""
@@ -88,10 +95,11 @@ class Layers:
         return rows * length * WIDE * self.dtype.itemsize / seconds
 
 
-def model(width: int, layers: int, vocabulary: int) -> ModelConfig:
+def model(width: int, layers: int, vocabulary: int) -> ModelShape:
     """A model's shape, like a published one's."""
-    return ModelConfig(
-        f"of width {width}",
+    return published(
+        "opt-125m",
+        name=f"of width {width}",
         vocab_size=vocabulary,
         hidden_size=width,
         word_embed_proj_dim=width,
@@ -101,13 +109,13 @@ def model(width: int, layers: int, vocabulary: int) -> ModelConfig:
     )
 
 
-def free_layout(config: ModelConfig, dtype: torch.dtype) -> FreeLayout:
+def free_layout(config: ModelShape, dtype: torch.dtype) -> FreeLayout:
     """Products that take no time, in place of those of a run."""
     return FreeLayout(best_layout(CPU, dtype, config.matrix_shapes()))
 
 
 @contextmanager
-def opened(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout, rows: int) -> Iterator[Runtime]:
+def opened(config: ModelShape, dtype: torch.dtype, layout: MatrixLayout, rows: int) -> Iterator[Runtime]:
     """A model in memory, for blocks of one sub-batch."""
     platform = Platform(CPU, baseline=0, matrix_layout=layout, keeps_spans=True)
     with Runtime(config, dtype, Policy(gpu_batch_size=rows), platform) as runtime:

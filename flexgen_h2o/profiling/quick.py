@@ -8,7 +8,7 @@ import torch
 
 from flexgen_h2o.basics import folders
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.jobs.report import environment
+from flexgen_h2o.machine.environment import environment
 from flexgen_h2o.profiling.profile import measure
 from flexgen_h2o.profiling.settings import QUICK
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware

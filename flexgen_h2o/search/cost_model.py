@@ -25,9 +25,10 @@ from typing import Protocol
 
 from flexgen_h2o.plan.placement import Shares
 from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.work import decode_flops, live_slots, prefill_flops
 from flexgen_h2o.search.hardware import Hardware
 from flexgen_h2o.search.layer_times import choice_s, decode_layer_s, prefill_layer_s
-from flexgen_h2o.search.limits import FOUR_BITS, decode_flops, live_slots, prefill_flops
+from flexgen_h2o.search.rates import FOUR_BITS
 from flexgen_h2o.search.sizes import Job, MemoryPlan
 
 Lanes = dict[str, float]  # seconds by resource
@@ -141,7 +142,7 @@ class CostModel:
         whole = layers * job.unit_bytes(policy, rows)
         moved = (split.cache[0], split.cache[1] - on_host, split.cache[2])
         entry = layers * rows * config.hidden_size * job.itemsize
-        scores = layers * rows * config.num_attention_heads * 4 * (job.slots + 1)
+        scores = layers * rows * config.num_key_value_heads * 4 * (job.slots + 1)
         attend_s = self._operation_s("attention")
         lanes = self._lanes(
             compute=compute + self._attention(policy, sum(moved) * rows, self.hardware.device),

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexgen_h2o.plan.four_bit_sizes import entry_bytes
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.plan.placement import Percent, Shares
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import Split
@@ -41,7 +41,7 @@ class FlexgenRun:
             authors timed: the first step, multiplied out.
     """
 
-    config: ModelConfig
+    config: ModelShape
     prompt_len: int
     gen_len: int
     gpu_batch_size: int
@@ -68,7 +68,7 @@ class FlexgenRun:
     def weights(self) -> int:
         """Elements of the layers' matrices: 12 h^2 a layer."""
         config = self.config
-        return config.num_hidden_layers * config.hidden_size * (4 * config.hidden_size + 2 * config.ffn_dim)
+        return config.num_hidden_layers * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
 
     @property
     def weight_bytes(self) -> float:

@@ -10,12 +10,11 @@ from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.json_files import read_json
-from flexgen_h2o.search.rates import Rate, rate_from_json, rate_problems
+from flexgen_h2o.plan.names import COMPUTING, ITEMSIZES
+from flexgen_h2o.plan.placement import TIERS
+from flexgen_h2o.search.rates import FOUR_BITS, Rate, rate_from_json, rate_problems
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int4": 4.5 / 8}  # with scales and minima
-DTYPES = ("float32", "bfloat16", "float16")
-DEVICES = ("cpu", "cuda")
-TIERS = ("gpu", "cpu", "disk")
+WEIGHT_BYTES = {**ITEMSIZES, FOUR_BITS: 4.5 / 8}  # of an element, with scales and minima
 VERSION = 1
 COMPARABLE = ("machine", "versions", "git_commit", "settings")  # of two environments, if alike
 DEFAULT_OPERATION_S = 2e-4
@@ -70,7 +69,7 @@ class Hardware:
 
     def weight_bytes_s(self, dtype: str, rows: float) -> float:
         """Bytes of weights that products of `rows` rows take in a second: each element does 2 rows of FLOPs."""
-        return self.gemm_flops(dtype, rows) / (2 * rows) * ITEMSIZES[dtype]
+        return self.gemm_flops(dtype, rows) / (2 * rows) * WEIGHT_BYTES[dtype]
 
     def attention_bytes_s(self, dtype: str, head_dim: int, device: str | None = None) -> float:
         """Bytes of keys and values that decode attention takes in a second, at the nearest head size measured.
@@ -291,7 +290,7 @@ def _interpolate(points: list[tuple[int, float]], at: float) -> float:
 
 
 def _weight_bytes_s(parts: list[str], flops: float) -> float:
-    return flops / (2 * int(parts[2])) * ITEMSIZES[parts[1]]
+    return flops / (2 * int(parts[2])) * WEIGHT_BYTES[parts[1]]
 
 
 def _problems(values: Any) -> list[str]:
@@ -307,8 +306,8 @@ def _problems(values: Any) -> list[str]:
         found.append(f"version is {values['version']!r}; this program reads version {VERSION}")
     if not isinstance(values.get("name", ""), str):
         found.append(f"name is {values['name']!r}; it must be a string")
-    if values.get("device", "cpu") not in DEVICES:
-        found.append(f"device is {values['device']!r}; it must be one of {', '.join(DEVICES)}")
+    if values.get("device", "cpu") not in COMPUTING:
+        found.append(f"device is {values['device']!r}; it must be one of {', '.join(COMPUTING)}")
     for key in ("cores", "compute_threads"):
         if values.get(key) is not None and not _is_count(values[key]):
             found.append(f"{key} is {values[key]!r}; it must be a whole number of at least 1")

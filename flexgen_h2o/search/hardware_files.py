@@ -1,26 +1,12 @@
 """Which hardware file a run is held against, and where new ones go."""
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flexgen_h2o.basics import folders
 from flexgen_h2o.search.hardware import Hardware, read_hardware
 
 ROOT = Path(__file__).parent.parent.parent
 INSTALLED = ROOT / "flexgen_h2o" / "hardware_files"  # policies/hardware, where there is no source tree
-
-
-def slug(text: str) -> str:
-    """A text as part of a file name: small letters, digits and single hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "machine"
-
-
-def default_name(machine: Mapping[str, Any], device: str) -> str:
-    """A machine's name from what records.environment() says of it, such as "amd-epyc-2-cores"."""
-    processor = machine["gpu"] if device == "cuda" else machine["cpu"]
-    return slug(f"{processor} {machine['cores']} cores")
 
 
 def default_folder() -> Path:

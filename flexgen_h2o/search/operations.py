@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+from flexgen_h2o.plan.model_shape import full_name
 from flexgen_h2o.plan.placement import Tier, small_first
 from flexgen_h2o.plan.policy import Policy
-from flexgen_h2o.plan.schedule import OUTER, Attend, BlockShape, Choose, Finish, Group, Operation, Project
+from flexgen_h2o.plan.schedule import Attend, BlockShape, Choose, Finish, Group, Operation, Project
+from flexgen_h2o.plan.work import live_slots
 from flexgen_h2o.search.cost_model import CostModel
 from flexgen_h2o.search.layer_times import choice_s, decode_layer_s, prefill_layer_s
-from flexgen_h2o.search.limits import FOUR_BITS, head_elements, layer_elements, live_slots
+from flexgen_h2o.search.rates import FOUR_BITS
 from flexgen_h2o.search.sizes import MemoryPlan
 
 
@@ -34,74 +36,70 @@ class OperationTimes:
 
     def _device_s(self, operation: Operation, shape: BlockShape) -> float:
         match operation:
-            case Project(token, _, group):
-                return self._product_s(self._tokens(token, group), self._qkv_elements)
-            case Finish(token, layer, group):
-                tokens = self._tokens(token, group)
+            case Project(_, group):
+                return self._product_s(self._tokens(group), self._qkv_elements)
+            case Finish(layer, group):
+                in_prefill, tokens = group.phase == "prefill", self._tokens(group)
                 # After the last layer's attention in prefill, one token of a row goes on.
-                last = not token and layer == self.config.num_hidden_layers - 1
-                products = self._product_s(
-                    _rows(group.rows) if last else tokens, self._layer_elements - self._qkv_elements
-                )
-                return products + (decode_layer_s(self.job, self.hardware, tokens) if token else 0.0)
+                last = in_prefill and layer == self.config.num_hidden_layers - 1
+                products = self._product_s(group.count if last else tokens, self._layer_elements - self._qkv_elements)
+                return products + (0.0 if in_prefill else decode_layer_s(self.job, self.hardware, tokens))
             case Choose(_, group):
-                rows = _rows(group.rows)
-                return self._product_s(rows, head_elements(self.config)) + choice_s(self.job, self.hardware, rows)
-            case Attend(token, _, unit):
+                rows = group.count
+                return self._product_s(rows, self.config.head_elements) + choice_s(self.job, self.hardware, rows)
+            case Attend(step, _, unit, group):
                 rows = _rows(shape.unit_rows[unit])
-                if not token:  # all that prefill does beside products
+                if group.phase == "prefill":  # all that prefill does beside products
                     return prefill_layer_s(self.job, self.hardware, rows)
-                return self._decode_attention_s(rows, token, self.job.device)
+                return self._decode_attention_s(rows, step, self.job.device)
         return 0.0
 
-    def host_attention(self, unit: int, token: int, shape: BlockShape) -> tuple[float, float]:
+    def host_attention(self, unit: int, step: int, shape: BlockShape) -> tuple[float, float]:
         """Seconds of a unit's attention on the CPU, and the bytes that it reads."""
         rows = _rows(shape.unit_rows[unit])
-        seconds = self._decode_attention_s(rows, token, "cpu") + self.hardware.operation_s("attention")
-        return seconds / self._share("host"), rows * sum(self._live_bytes(token))
+        seconds = self._decode_attention_s(rows, step, "cpu") + self.hardware.operation_s("attention")
+        return seconds / self._share("host"), rows * sum(self._live_bytes(step))
 
-    def _tokens(self, token: int, group: Group) -> int:
-        return _rows(group.rows) * (1 if token else self.job.prompt_len)
+    def _tokens(self, group: Group) -> int:
+        return group.count * (self.job.prompt_len if group.phase == "prefill" else 1)
 
     def _product_s(self, rows: int, elements: int) -> float:
         precision = FOUR_BITS if self.policy.compress_weight else self.job.dtype
         return 2 * rows * elements / self.hardware.gemm_flops(precision, rows)
 
-    def _decode_attention_s(self, rows: int, token: int, device: str) -> float:
+    def _decode_attention_s(self, rows: int, step: int, device: str) -> float:
         return sum(
             rows
             * nbytes
             / self.hardware.attention_bytes_s(FOUR_BITS if packed else self.job.dtype, self.config.head_dim, device)
-            for nbytes, packed in zip(self._live_bytes(token), self.policy.cache_in_4_bits, strict=True)
+            for nbytes, packed in zip(self._live_bytes(step), self.policy.cache_in_4_bits, strict=True)
             if nbytes
         )
 
-    def _live_bytes(self, token: int) -> tuple[float, float]:
+    def _live_bytes(self, step: int) -> tuple[float, float]:
         """Keys and values of a row and layer that a step reads, of heavy region and ring."""
-        heavy, recent = live_slots(self.job.heavy, self.job.recent, self.job.prompt_len + token)
+        heavy, recent = live_slots(self.job.heavy, self.job.recent, self.job.prompt_len + step)
         whole = self.job.kv_row_bytes(self.policy)
         return whole[0] * heavy / max(1, self.job.heavy), whole[1] * recent / self.job.recent
 
     @cached_property
     def _layer_elements(self) -> int:
-        return layer_elements(self.config)
+        return self.config.layer_elements
 
     @property
     def _qkv_elements(self) -> int:
-        return 3 * self.config.hidden_size**2
+        return self.config.qkv_elements
 
     # --- bytes ---
 
     def page_bytes(self, page: int) -> dict[Tier, float]:
         """What has to be brought of a page of weights, by tier."""
         if page not in self._page_bytes:
-            shapes = self.config.outer_shapes() if page == OUTER else self.config.layer_shapes()
-            prefix = "" if page == OUTER else f"layers.{page}."
             found: dict[Tier, float] = {"cpu": 0.0, "disk": 0.0}
-            for name, shape in small_first(shapes).items():
-                tier = self.plan.homes[prefix + name]
+            for parameter in small_first(self.config.page(page)):
+                tier = self.plan.homes[full_name(page, parameter.name)]
                 if tier == "disk" or (tier == "cpu" and not self.job.joint):
-                    found[tier] += self.job.tensor_bytes(shape, self.policy.compress_weight)
+                    found[tier] += self.job.tensor_bytes(parameter.shape, self.policy.compress_weight)
             self._page_bytes[page] = found
         return self._page_bytes[page]
 
@@ -112,7 +110,7 @@ class OperationTimes:
     def entry_bytes(self, unit: int, shape: BlockShape) -> float:
         """What a step on the device changes of a unit in host memory: the new key and value, and all scores."""
         rows = _rows(shape.unit_rows[unit])
-        return 2 * self.job.hidden_bytes(rows, 1) + 4 * rows * self.config.num_attention_heads * (self.job.slots + 1)
+        return 2 * self.job.hidden_bytes(rows, 1) + 4 * rows * self.config.num_key_value_heads * (self.job.slots + 1)
 
     def query_bytes(self, unit: int, shape: BlockShape) -> float:
         """What a step on the CPU needs of a unit: queries, keys and values."""
@@ -124,7 +122,7 @@ class OperationTimes:
 
     def hidden_bytes(self, group: Group) -> float:
         """Hidden states of a prefill group."""
-        return self.job.hidden_bytes(_rows(group.rows), self.job.prompt_len)
+        return self.job.hidden_bytes(group.count, self.job.prompt_len)
 
     def moves(self, direction: str, nbytes: Mapping[Tier, float]) -> Iterator[tuple[str, float, float]]:
         """Lanes that a move takes, at once: lane, seconds, and bytes that pass host memory.

@@ -1,4 +1,4 @@
-"""Numbers that a model computed. What was timed is another type, in records.py, and the two are never mixed."""
+"""Numbers that a model computed. What was timed is another type, in jobs/report.py, and the two are never mixed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.search.flexgen_model import FlexgenRun, FlexgenTimes, flexgen_times
 from flexgen_h2o.search.hardware import Hardware

@@ -43,6 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+FOUR_BITS = "int4"  # the name of that precision among rates
 SOURCES = ("measured", "published", "assumed")
 NOISY_SPREAD = 0.1
 LEAST_TRIALS = 5

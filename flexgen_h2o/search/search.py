@@ -3,8 +3,8 @@
 For every way to cut and compute a block (lp.Candidate) one program with a free number of sub-batches bounds what any
 number could reach, and says which is best. Candidates are tried from the best bound on; once a policy has been found
 that is better than a candidate's bound, that candidate and all after it are left out. A program's shares become percent
-of whole tensors and units (placement.py); where these exceed a budget, the program is solved again with that much less,
-and what was found last is improved in small steps (polish.py).
+of whole tensors and units (plan/placement.py); where these exceed a budget, the program is solved again with that much
+less, and what was found last is improved in small steps (polish.py).
 """
 
 import math

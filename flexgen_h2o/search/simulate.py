@@ -1,4 +1,4 @@
-"""Walks the block schedule (schedule.py) over the resources of a machine, without computing anything.
+"""Walks the block schedule (plan/schedule.py) over the resources of a machine, without computing anything.
 
 Every resource is a lane that does one thing at a time. An operation starts when its lane is free and what it needs is
 there: weights in a read buffer that its last page has left, KV in a working buffer, the attention of its group. What
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flexgen_h2o.plan.placement import Tier, spread
+from flexgen_h2o.plan.placement import Tier, reachable, spread
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.schedule import (
     OUTER,
@@ -27,11 +27,13 @@ from flexgen_h2o.plan.schedule import (
     LoadCache,
     LoadHidden,
     Operation,
+    Phase,
     Project,
     ReleaseWeights,
     StoreCache,
     StoreHidden,
     cut_block,
+    places,
     telling_steps,
     zigzag,
 )
@@ -59,7 +61,8 @@ def simulate(model: TimeModel, policy: Policy) -> Simulation:
     """Walks the schedule of a policy on the machine, and with the engine, of a model."""
     steps = telling_steps(model.job.gen_len)
     shape = cut_block(policy.block_rows, policy.gpu_batch_size, policy.group_rows)
-    operations = zigzag(steps, model.job.config.num_hidden_layers, shape, policy.look_ahead, policy.groups_in_flight)
+    layers = model.job.config.num_hidden_layers
+    operations = zigzag(shape.steps(steps), layers, policy.look_ahead, policy.groups_in_flight)
     if isinstance(model, FlexgenCost):
         lanes = _walk_in_turns(model, policy, operations)
     else:
@@ -129,18 +132,17 @@ def _walk_in_turns(model: FlexgenCost, policy: Policy, operations: Iterable[Oper
     lanes = _Lanes()
     layers = model.job.config.num_hidden_layers
     phases = model.lanes(policy)
-    now, token = 0.0, 0
+    now, phase = 0.0, "prefill"
     for operation in operations:
         match operation:
-            case Project(token=token):
-                pass
+            case Project(group=group):
+                phase = group.phase
             case ReleaseWeights(page) if page != OUTER:
-                whole = phases["decode" if token else "prefill"]
-                own = {lane: seconds / layers for lane, seconds in whole.items()}
-                start = now + (own["h2d"] if token else 0.0)
+                own = {lane: seconds / layers for lane, seconds in phases[phase].items()}
+                start = now + (own["h2d"] if phase == "decode" else 0.0)
                 for lane, seconds in own.items():
                     lanes.occupy(lane, operation, now if lane == "h2d" else start, seconds)
-                now += combine(own, is_prefill=not token)
+                now += combine(own, is_prefill=phase == "prefill")
             case EndStep():
                 lanes.step_ends_s.append(now)
     return lanes
@@ -177,9 +179,9 @@ class _Walk:
         homes = spread(layers * units, policy.percent.cache)
         self.cache_homes = [homes[start : start + units] for start in range(0, len(homes), units)]
         self.hidden_homes = spread(units, policy.percent.hidden)
-        self.pages = [_PageBuffer() for _ in range(1 + policy.look_ahead)]
+        self.pages = [_PageBuffer() for _ in range(places(policy.look_ahead))]
         self.outer = _PageBuffer()
-        self.working_free_s = [0.0] * (1 + policy.look_ahead)
+        self.working_free_s = [0.0] * places(policy.look_ahead)
         self.turn = 0
         self.in_use: dict[tuple[int, int], int] = {}
         self.unit_loaded_s: dict[tuple[int, int], float] = {}
@@ -187,8 +189,7 @@ class _Walk:
         self.hidden_loaded_s: dict[int, float] = defaultdict(float)
         self.hidden_stored_s: dict[int, float] = defaultdict(float)
         self.hidden_left_s = 0.0  # when the last of them was at home
-        self.groups: dict[int, _GroupState] = {}
-        self.group: Group
+        self.groups: dict[tuple[Phase, int], _GroupState] = {}
 
     def run(self, operations: Iterable[Operation]) -> _Lanes:
         """Walks all operations."""
@@ -200,22 +201,21 @@ class _Walk:
                     self._page(page).free_s = self.lanes.free_s["compute"]
                 case LoadCache(layer, unit):
                     self._load_cache(layer, unit, operation)
-                case StoreCache(token, layer, unit):
-                    self._store_cache(token, layer, unit, operation)
+                case StoreCache(layer, unit, group):
+                    self._store_cache(layer, unit, group, operation)
                 case LoadHidden(group):
                     self._load_hidden(group, operation)
                 case StoreHidden(group):
                     self._store_hidden(group, operation)
-                case Attend(token, layer, unit):
-                    self._attend(token, layer, unit, operation)
-                case Project(_, layer, group):
-                    self.group = group
-                    self.groups[group.index] = _GroupState()
+                case Attend():
+                    self._attend(operation)
+                case Project(layer, group):
+                    self.groups[group.key] = _GroupState()
                     self._issue("products", operation)
                     self._compute(operation, max(self._page(layer).loaded_s, self.hidden_loaded_s[group.index]))
-                case Finish(_, layer, group):
+                case Finish(layer, group):
                     # The loop itself waits for what the CPU computes beside the GPU.
-                    self.now_s = max(self.now_s, self.groups.pop(group.index).arrives_s)
+                    self.now_s = max(self.now_s, self.groups.pop(group.key).arrives_s)
                     self._compute(operation, self._page(layer).loaded_s)
                 case Embed() | Choose():
                     self._compute(operation, max(self.outer.loaded_s, self.hidden_loaded_s[operation.group.index]))
@@ -244,20 +244,21 @@ class _Walk:
             after = max(self.now_s, buffer.free_s)
             buffer.loaded_s = self._move("load", work, after, self.times.page_bytes(page))
 
-    def _attend(self, token: int, layer: int, unit: int, work: Operation) -> None:
-        tier, key = self.cache_homes[layer][unit], (layer, unit)
-        if token and self._attends_at_home(tier):
-            seconds, nbytes = self.times.host_attention(unit, token, self.shape)
+    def _attend(self, work: Attend) -> None:
+        unit, in_prefill = work.unit, work.group.phase == "prefill"
+        tier, key = self.cache_homes[work.layer][unit], (work.layer, unit)
+        if not in_prefill and self._attends_at_home(tier):
+            seconds, nbytes = self.times.host_attention(unit, work.step, self.shape)
             after = max(self.lanes.free_s["compute"], self.unit_stored_s[key])
             sent = self._move("store", work, after, {"cpu": self.times.query_bytes(unit, self.shape)}, small=True)
             self.unit_stored_s[key] = end = self.lanes.occupy("host", work, sent, seconds)
             self.shared_bytes += nbytes
             arrived = self._move("load", work, end, {"cpu": self.times.output_bytes(unit, self.shape)}, small=True)
-            state = self.groups[self.group.index]
+            state = self.groups[work.group.key]
             state.arrives_s = max(state.arrives_s, arrived)
             return
         ready = self.unit_loaded_s.get(key, 0.0)
-        if not token and not self._in_reach(tier):
+        if in_prefill and not self._in_reach(tier):
             ready = self.working_free_s[self._take_working(key)]
         self._issue("attention", work)
         self._compute(work, ready)
@@ -269,11 +270,11 @@ class _Walk:
         after = max(self.now_s, self.unit_stored_s[key], self.working_free_s[self._take_working(key)])
         self.unit_loaded_s[key] = self._move("load", work, after, {tier: self.times.unit_bytes(unit, self.shape)})
 
-    def _store_cache(self, token: int, layer: int, unit: int, work: Operation) -> None:
-        tier, key = self.cache_homes[layer][unit], (layer, unit)
-        if self._in_reach(tier) or (token and self._attends_at_home(tier)):
+    def _store_cache(self, layer: int, unit: int, group: Group, work: Operation) -> None:
+        tier, key, in_prefill = self.cache_homes[layer][unit], (layer, unit), group.phase == "prefill"
+        if self._in_reach(tier) or (not in_prefill and self._attends_at_home(tier)):
             return
-        whole = not token or tier == "disk"
+        whole = in_prefill or tier == "disk"
         nbytes = self.times.unit_bytes(unit, self.shape) if whole else self.times.entry_bytes(unit, self.shape)
         after = max(self.lanes.free_s["compute"], self.unit_stored_s[key])
         self.unit_stored_s[key] = stored = self._move("store", work, after, {tier: nbytes})
@@ -302,10 +303,10 @@ class _Walk:
         return self.in_use[key]
 
     def _attends_at_home(self, tier: Tier) -> bool:
-        return self.policy.cpu_cache_compute and tier == "cpu" and not self.is_joint
+        return self.policy.attends_at_home(tier, self.is_joint)
 
     def _in_reach(self, tier: Tier) -> bool:
-        return tier == "gpu" or (self.is_joint and tier == "cpu")
+        return tier in reachable(self.is_joint)
 
     def _move(
         self, direction: str, work: Operation, after_s: float, nbytes: Mapping[Tier, float], small: bool = False

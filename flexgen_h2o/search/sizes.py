@@ -1,4 +1,4 @@
-"""How many bytes a run holds on each tier, without making its buffers: the ledger of runtime.py in closed form.
+"""How many bytes a run holds on each tier, without making its buffers: the ledger of engine/assemble.py in closed form.
 
 All buffers of a run are made before its first block and given back after its last, so that prefill and decode have the
 same peak; what only one of them uses is in the larger of the two, the workspace. Sizes are those of FlexGen (Sheng et
@@ -10,19 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.basics.memory_sizes import whole_huge_pages, whole_pages
 from flexgen_h2o.plan import footprint
-from flexgen_h2o.plan.footprint import DECODED_BYTES, GPU_PREFILL_LOGITS, PREFILL_LOGITS, RESULT_BYTES
-from flexgen_h2o.plan.four_bit_sizes import entry_bytes
-from flexgen_h2o.plan.model_config import ModelConfig
-from flexgen_h2o.plan.placement import TIERS, Shares, Tier, place_weights, spread_counts
+from flexgen_h2o.plan.footprint import DECODED_BYTES, GPU_PREFILL_LOGITS, PREFILL_LOGITS, RESULT_BYTES, STAGED_BYTES
+from flexgen_h2o.plan.kv_shape import UnitShape, working_bytes
+from flexgen_h2o.plan.model_shape import ModelShape
+from flexgen_h2o.plan.names import ITEMSIZES, Line
+from flexgen_h2o.plan.placement import TIERS, Shares, Tier, place_weights, reachable, spread_counts
 from flexgen_h2o.plan.policy import Policy
-from flexgen_h2o.search.hardware import ITEMSIZES
-from flexgen_h2o.search.weight_plan import PlacedWeights, WeightForm, place
+from flexgen_h2o.plan.schedule import places
+from flexgen_h2o.plan.weight_plan import PlacedWeights, WeightForm, place
 
-STATE_BYTES = 8  # of a slot: score and column
 LOGITS = {"cpu": PREFILL_LOGITS, "cuda": GPU_PREFILL_LOGITS}
-STAGING_BYTES = 2 * 16 * 2**20 * 5  # pinned, of the links of a GPU
 DEFAULT_BASELINE = 500 * 10**6  # interpreter and libraries; measured by the run itself
 
 Lines = dict[str, float]
@@ -38,7 +36,7 @@ class Job:
         baseline, gpu_baseline: bytes that are taken before there is a model.
     """
 
-    config: ModelConfig
+    config: ModelShape
     prompt_len: int
     gen_len: int
     heavy: int
@@ -54,7 +52,7 @@ class Job:
 
     @property
     def itemsize(self) -> int:
-        return int(ITEMSIZES[self.dtype])
+        return ITEMSIZES[self.dtype]
 
     @property
     def joint(self) -> bool:
@@ -84,18 +82,19 @@ class Job:
 
     def kv_row_bytes(self, policy: Policy) -> tuple[int, int]:
         """Keys and values of a row in one layer: of its heavy region, and of its ring."""
-        config = self.config
-        sizes = [
-            entry_bytes(config.head_dim) if packed else config.head_dim * self.itemsize
-            for packed in policy.cache_in_4_bits
-        ]
-        pairs = 2 * config.num_attention_heads
-        return pairs * self.heavy * sizes[0], pairs * self.recent * sizes[1]
+        heavy, ring = self._row(policy).region_bytes(self.itemsize)
+        return 2 * heavy, 2 * ring
 
     def unit_bytes(self, policy: Policy, rows: float) -> float:
         """The KV of so many rows in one layer, with scores, columns and losers."""
-        state = self.config.num_attention_heads * (self.slots * STATE_BYTES + 4)
-        return rows * (sum(self.kv_row_bytes(policy)) + state)
+        row = self._row(policy)
+        return rows * (row.kv_bytes(self.itemsize) + row.state_bytes)
+
+    def _row(self, policy: Policy) -> UnitShape:
+        """The KV of one row in one layer."""
+        config = self.config
+        sizes = (config.num_key_value_heads, config.head_dim, self.heavy, self.recent)
+        return UnitShape(1, *sizes, *policy.cache_in_4_bits)
 
     def hidden_bytes(self, rows: float, tokens: float) -> float:
         """Hidden states of so many tokens of each row."""
@@ -116,12 +115,12 @@ class Job:
     def host_lines(self, policy: Policy) -> dict[str, float]:
         """The same by line."""
         if self.joint:
-            return {"process baseline": self.baseline}
+            return {Line.BASELINE: self.baseline}
         config, rows = self.config, policy.gpu_batch_size
         passing = footprint.host_passing_bytes(
-            rows, config.num_attention_heads, config.head_dim, self.slots, self.itemsize
+            rows, config.num_key_value_heads, config.head_dim, self.slots, self.itemsize
         )
-        return {"process baseline": self.baseline, "pinned staging": STAGING_BYTES, "temporaries": passing}
+        return {Line.BASELINE: self.baseline, Line.STAGING: STAGED_BYTES, Line.TEMPORARIES: passing}
 
 
 def workspace_bytes(job: Job, policy: Policy, group_rows: float) -> float:
@@ -140,7 +139,7 @@ def workspace_needs(job: Job, policy: Policy, group_rows: float) -> tuple[float,
 
 def passing_bytes(job: Job, policy: Policy, group_rows: float) -> float:
     """What compute allocates and frees beside the workspace."""
-    products = max(RESULT_BYTES, group_rows * job.config.ffn_dim * job.itemsize) if job.joint else 0
+    products = max(RESULT_BYTES, group_rows * job.config.intermediate_size * job.itemsize) if job.joint else 0
     return footprint.passing_bytes(
         *(job.config, job.itemsize, policy.gpu_batch_size, job.prompt_len, (job.heavy, job.recent)),
         *(min(products, 2 * RESULT_BYTES), policy.travelling_hidden, policy.compress_cache),
@@ -173,7 +172,7 @@ class MemoryPlan:
     def _placed(self) -> PlacedWeights:
         job, policy = self.job, self.policy
         form = WeightForm(job.config, job.itemsize, policy.compress_weight)
-        return place(form, policy.percent.weights, 1 + policy.look_ahead, job.joint)
+        return place(form, policy.percent.weights, places(policy.look_ahead), job.joint)
 
     @cached_property
     def cache_shares(self) -> Shares:
@@ -199,23 +198,25 @@ class MemoryPlan:
         """Bytes by tier and line. Where gpu and cpu are one memory, both are under cpu."""
         job, policy = self.job, self.policy
         found: dict[Tier, Lines] = {tier: {} for tier in TIERS}
-        self._add(found, "gpu", "process baseline", job.gpu_baseline)
+        self._add(found, "gpu", Line.BASELINE, job.gpu_baseline)
         for line, nbytes in job.host_lines(policy).items():
             self._add(found, "cpu", line, nbytes)
-        self._add(found, "gpu", "workspace", policy.groups_in_flight * workspace_bytes(job, policy, policy.group_rows))
-        self._add(found, "gpu", "weights being decoded", job.decoding_bytes(policy))
-        self._add(found, "gpu", "temporaries", passing_bytes(job, policy, policy.group_rows))
+        self._add(
+            found, "gpu", Line.WORKSPACE, policy.groups_in_flight * workspace_bytes(job, policy, policy.group_rows)
+        )
+        self._add(found, "gpu", Line.DECODING, job.decoding_bytes(policy))
+        self._add(found, "gpu", Line.TEMPORARIES, passing_bytes(job, policy, policy.group_rows))
         unit = job.unit_bytes(policy, policy.gpu_batch_size)
         hidden = job.hidden_bytes(policy.block_rows, job.prompt_len)
         whole_cache = job.config.num_hidden_layers * policy.num_gpu_batches * unit
         for index, tier in enumerate(TIERS):
-            self._add(found, tier, "weights", self.layer_weights[tier] + self.outer_weights[tier])
-            self._add(found, tier, "KV cache", self.cache_shares[index] * whole_cache)
-            self._add(found, tier, "hidden states", self.hidden_shares[index] * hidden)
-        self._add(found, "gpu", "weight read buffers", self._placed.buffers)
+            self._add(found, tier, Line.WEIGHTS, self.layer_weights[tier] + self.outer_weights[tier])
+            self._add(found, tier, Line.KV_CACHE, self.cache_shares[index] * whole_cache)
+            self._add(found, tier, Line.HIDDEN_STATES, self.hidden_shares[index] * hidden)
+        self._add(found, "gpu", Line.READ_BUFFERS, self._placed.buffers)
         if self._out_of_reach(self.cache_shares):
-            working = (1 + policy.look_ahead) * whole_pages(int(unit))
-            self._add(found, "gpu", "KV working buffers", whole_huge_pages(working) if job.joint else working)
+            working = working_bytes(int(unit), policy.look_ahead, job.joint)
+            self._add(found, "gpu", Line.WORKING_BUFFERS, working)
         return found
 
     def peaks(self) -> dict[Tier, float]:
@@ -228,7 +229,9 @@ class MemoryPlan:
             lines[line] = lines.get(line, 0) + nbytes
 
     def _out_of_reach(self, shares: Shares) -> bool:
-        return shares[2] > 0 or (not self.job.joint and shares[1] > 0)
+        return any(
+            share > 0 for tier, share in zip(TIERS, shares, strict=True) if tier not in reachable(self.job.joint)
+        )
 
 
 def _achieved(count: int, asked: Shares) -> Shares:

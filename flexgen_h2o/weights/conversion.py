@@ -4,12 +4,12 @@ from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.memory_sizes import whole_pages
-from flexgen_h2o.kernels.matrices import best_layout
+from flexgen_h2o.kernels.matrices.choice import best_layout
 from flexgen_h2o.machine.platform import DTYPES, choose_device, default_dtype, dtype_name
 from flexgen_h2o.models.checkpoint import ModelSource, open_checkpoint
-from flexgen_h2o.search.weight_plan import WeightForm
+from flexgen_h2o.plan.weight_plan import WeightForm
 from flexgen_h2o.weights.files import weight_folder
-from flexgen_h2o.weights.sources import checkpoint_source, dummy_source
+from flexgen_h2o.weights.sources import dummy_origin, dummy_source
 from flexgen_h2o.weights.store import Progress, fill_folder, weight_bytes, weight_places
 
 
@@ -32,10 +32,9 @@ class Conversion:
         self.dtype = default_dtype(on) if dtype == "auto" else DTYPES[dtype]
         self.layout = best_layout(on, self.dtype, self.config.matrix_shapes(), compressed)
         checkpoint = None if dummy_weights or source.folder is None else open_checkpoint(source.folder, self.config)
-        self.folder = weight_folder(self.config, checkpoint, seed, on.type, self.dtype, self.layout.name)
-        self._tensors = (
-            dummy_source(self.config, seed, self.dtype, on) if checkpoint is None else checkpoint_source(checkpoint)
-        )
+        origin = dummy_origin(self.config, seed, on.type) if checkpoint is None else checkpoint.identity()
+        self.folder = weight_folder(origin, self.dtype, self.layout.name)
+        self._tensors = dummy_source(self.config, seed, self.dtype, on) if checkpoint is None else checkpoint.source()
         self._written = 0
 
     @property

@@ -22,8 +22,6 @@ from flexgen_h2o.basics.memory_sizes import whole_pages
 from flexgen_h2o.memory.direct_io import REQUEST_BYTES, DirectFile, aligned_bytes, read_direct, write_direct
 from flexgen_h2o.memory.extents import Extent, host_bytes
 from flexgen_h2o.memory.run_folder import cache_key, check_space, replace_file, take_space
-from flexgen_h2o.models.checkpoint import Checkpoint
-from flexgen_h2o.plan.model_config import ModelConfig
 
 INDEX, LOCK = "index.json", "lock"
 FILE_VERSION = 3  # of everything here, and of how layouts fill what they ask for
@@ -47,16 +45,13 @@ def lay_out(file: str, sizes: Mapping[str, int]) -> dict[str, WeightPlace]:
     return {name: WeightPlace(file, offsets[name], nbytes) for name, nbytes in sizes.items()}
 
 
-def weight_folder(
-    config: ModelConfig, checkpoint: Checkpoint | None, seed: int, device_type: str, dtype: torch.dtype, layout: str
-) -> "WeightFolder":
+def weight_folder(origin: str, dtype: torch.dtype, layout: str) -> "WeightFolder":
     """Where a model's weights are kept on disk, named by everything that they depend on.
 
     Args:
-        checkpoint: None for weights that are made up, which depend on `seed` and on the kind of device that makes them.
+        origin: what tells their checkpoint from others, or dummy_origin().
         layout: the name of the layout of matrices.
     """
-    origin = f"dummy {config} {seed} {device_type}" if checkpoint is None else checkpoint.identity()
     return WeightFolder(Path(folders.CACHE).expanduser() / cache_key(origin, dtype, layout, FILE_VERSION))
 
 

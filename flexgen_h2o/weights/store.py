@@ -12,58 +12,56 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.basics.memory_sizes import whole_pages
-from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout, Storage
+from flexgen_h2o.kernels.matrices.layout import Matrix, MatrixLayout, Storage
 from flexgen_h2o.memory.direct_io import aligned_bytes
 from flexgen_h2o.memory.extents import Extent
 from flexgen_h2o.memory.tiers import Stored, Tiers
 from flexgen_h2o.memory.transfer import Ticket, Transfer, start_load
-from flexgen_h2o.models.layers import Parameters
-from flexgen_h2o.plan.model_config import ModelConfig, Shapes, is_matrix, is_table
+from flexgen_h2o.models.base import Parameters, TensorSource
+from flexgen_h2o.plan.model_shape import OUTER, Kind, ModelShape, ParameterShape, full_name
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import Tier, WeightHomes, small_first
-from flexgen_h2o.plan.schedule import OUTER, FetchWeights
+from flexgen_h2o.plan.schedule import FetchWeights, places
 from flexgen_h2o.weights.files import WeightFolder, WeightPlace, lay_out
-from flexgen_h2o.weights.sources import TensorSource
-
-LEDGER_LINE = "weights"
-READ_LINE = "weight read buffers"
-DECODING_LINE = "weights being decoded"
 
 Progress = Callable[[int], None]  # told how many bytes have just been placed
 
 
-def storages(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> dict[str, Storage]:
+def storages(config: ModelShape, dtype: torch.dtype, layout: MatrixLayout) -> dict[str, Storage]:
     """What memory every parameter takes."""
-    return {name: storage_of(name, shape, dtype, layout) for name, shape in config.shapes().items()}
+    return {name: storage_of(parameter, dtype, layout) for name, parameter in config.parameters().items()}
 
 
-def storage_of(name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: MatrixLayout) -> Storage:
-    """What memory a parameter of a shape takes; the name may be relative to its layer."""
-    own_layout = layout_of(name, layout)
+def storage_of(parameter: ParameterShape, dtype: torch.dtype, layout: MatrixLayout) -> Storage:
+    """What memory a parameter takes."""
+    own_layout, shape = layout_of(parameter.kind, layout), parameter.shape
     return Storage(shape, dtype) if own_layout is None else own_layout.storage((shape[0], shape[1]), dtype)
 
 
-def layout_of(name: str, layout: MatrixLayout) -> MatrixLayout | None:
+def layout_of(kind: Kind, layout: MatrixLayout) -> MatrixLayout | None:
     """How a parameter lies where matrices lie in a layout; None for a vector, which is stored as it is."""
-    return layout if is_matrix(name) else layout.tables if is_table(name) else None
+    return {"matrix": layout, "table": layout.tables, "vector": None}[kind]
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> int:
+def weight_bytes(config: ModelShape, dtype: torch.dtype, layout: MatrixLayout) -> int:
     """Bytes of all parameters at home."""
     return sum(storage.nbytes for storage in storages(config, dtype, layout).values())
 
 
-def weight_places(config: ModelConfig, dtype: torch.dtype, layout: MatrixLayout) -> dict[str, WeightPlace]:
+def weight_places(config: ModelShape, dtype: torch.dtype, layout: MatrixLayout) -> dict[str, WeightPlace]:
     """Where every parameter would lie on disk: a file for each page."""
     places: dict[str, WeightPlace] = {}
     for page in range(OUTER, config.num_hidden_layers):
-        shapes = small_first(page_shapes(config, page))
-        sizes = {full_name(page, name): storage_of(name, shape, dtype, layout).nbytes for name, shape in shapes.items()}
+        sizes = {
+            full_name(page, parameter.name): storage_of(parameter, dtype, layout).nbytes
+            for parameter in small_first(config.page(page))
+        }
         places |= lay_out("outer.bin" if page == OUTER else f"layer-{page}.bin", sizes)
     return places
 
 
 def fill_folder(
-    config: ModelConfig,
+    config: ModelShape,
     dtype: torch.dtype,
     layout: MatrixLayout,
     folder: WeightFolder,
@@ -72,36 +70,27 @@ def fill_folder(
     progress: Progress,
 ) -> None:
     """Writes those parameters that are missing in a folder. Memory: one tensor, as it is and encoded."""
-    places, shapes = weight_places(config, dtype, layout), storages(config, dtype, layout)
+    places, parameters = weight_places(config, dtype, layout), config.parameters()
     for name, tensor in source([name for name in places if name in missing]):
-        folder.write(name, places[name], _encoded(name, tensor, shapes[name], layout))
+        parameter = parameters[name]
+        encoded = _encoded(tensor, storage_of(parameter, dtype, layout), layout_of(parameter.kind, layout))
+        folder.write(name, places[name], encoded)
         progress(places[name].nbytes)
 
 
-def _encoded(name: str, tensor: Tensor, storage: Storage, layout: MatrixLayout) -> Tensor:
+def _encoded(tensor: Tensor, storage: Storage, layout: MatrixLayout | None) -> Tensor:
     """A parameter as it lies in memory, on its way to disk."""
     target = storage.over(aligned_bytes(storage.nbytes))
-    _encode(name, tensor, target, layout)
+    _encode(tensor, target, layout)
     return target
 
 
-def _encode(name: str, tensor: Tensor, target: Tensor, layout: MatrixLayout) -> None:
+def _encode(tensor: Tensor, target: Tensor, layout: MatrixLayout | None) -> None:
     # A copy even where nothing is converted: the checkpoint's file must not stay mapped.
-    own_layout = layout_of(name, layout)
-    if own_layout is None:
+    if layout is None:
         target.copy_(tensor)
     else:
-        own_layout.encode(target, tensor)
-
-
-def page_shapes(config: ModelConfig, page: int) -> Shapes:
-    """Parameters of a page, named relative to it."""
-    return config.outer_shapes() if page == OUTER else config.layer_shapes()
-
-
-def full_name(page: int, name: str) -> str:
-    """The name, relative to the decoder, of a parameter of a page."""
-    return name if page == OUTER else f"layers.{page}.{name}"
+        layout.encode(target, tensor)
 
 
 @dataclass
@@ -140,7 +129,7 @@ class WeightStore:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelShape,
         dtype: torch.dtype,
         homes: WeightHomes,
         tiers: Tiers,
@@ -167,13 +156,13 @@ class WeightStore:
         self._outer_buffer = ReadBuffer()
         self._layer_buffers: list[ReadBuffer] = []
         self._places = weight_places(config, dtype, layout)
-        self._shapes = config.shapes()
         self._storages = storages(config, dtype, layout)
+        self._shapes = config.parameters()
         try:
             if tiers.device.type != "meta":
                 layout.prepare(config.matrix_shapes(), dtype)
             self._decoding_buffer = self._make_decoding_buffer()
-            self._make_buffers(look_ahead + 1)
+            self._make_buffers(places(look_ahead))
         except BaseException:
             self.close()
             raise
@@ -183,8 +172,8 @@ class WeightStore:
         shapes = self.config.matrix_shapes(), self.config.table_shapes()
         layouts = self.layout, self.layout.tables
         nbytes = max(layout.buffer_bytes(those, self.dtype) for layout, those in zip(layouts, shapes, strict=True))
-        stored = self._tiers.allocate("gpu", DECODING_LINE, (nbytes,), torch.uint8, DECODING_LINE)
-        self._allocated.append((stored, DECODING_LINE))
+        stored = self._tiers.allocate("gpu", Line.DECODING, (nbytes,), torch.uint8, Line.DECODING)
+        self._allocated.append((stored, Line.DECODING))
         return stored.resident(self._tiers.reachable)
 
     def _make_buffers(self, turns: int) -> None:
@@ -208,7 +197,7 @@ class WeightStore:
         """
         on_disk = {name: self._places[name] for name, tier in self.homes.items() if tier == "disk"}
         disk_bytes = sum(whole_pages(place.nbytes) for place in on_disk.values())
-        self._tiers.ledger.charge("disk", LEDGER_LINE, disk_bytes)
+        self._tiers.ledger.charge("disk", Line.WEIGHTS, disk_bytes)
         self._disk_bytes = disk_bytes
         missing = set(self.homes)
         if self.folder is not None:
@@ -228,17 +217,20 @@ class WeightStore:
         """Puts a parameter where it lives."""
         if self.homes[name] == "disk":
             if self.folder is not None:
-                encoded = _encoded(name, tensor, self._storages[name], self.layout)
+                encoded = _encoded(tensor, self._storages[name], self._layout_of(name))
                 self.folder.write(name, self._places[name], encoded)
             self._store_on_disk(name)
         else:
-            _encode(name, tensor, self._allocate(name), self.layout)
+            _encode(tensor, self._allocate(name), self._layout_of(name))
+
+    def _layout_of(self, name: str) -> MatrixLayout | None:
+        return layout_of(self._shapes[name].kind, self.layout)
 
     def _allocate(self, name: str) -> Tensor:
         """Memory for a parameter at its home, which is not the disk, and whose content compute will see there."""
         tier, storage = self.homes[name], self._storages[name]
-        stored = self._tiers.allocate(tier, name, storage.shape, storage.dtype, LEDGER_LINE, pin=self._pin)
-        self._allocated.append((stored, LEDGER_LINE))
+        stored = self._tiers.allocate(tier, name, storage.shape, storage.dtype, Line.WEIGHTS, pin=self._pin)
+        self._allocated.append((stored, Line.WEIGHTS))
         self._stored[name] = stored
         if tier in self._tiers.reachable:
             self._resident[name] = self._usable(name, stored.resident(self._tiers.reachable))
@@ -256,7 +248,7 @@ class WeightStore:
 
     def _usable(self, name: str, storage: Tensor) -> Tensor | Matrix:
         """A parameter as compute takes it, in memory on the device."""
-        layout, shape = layout_of(name, self.layout), self._shapes[name]
+        layout, shape = self._layout_of(name), self._shapes[name].shape
         if layout is None:
             return storage
         return layout.matrix(storage, (shape[0], shape[1]), self.dtype, self._decoding_buffer)
@@ -302,7 +294,7 @@ class WeightStore:
         buffer = self._buffer(page)
         tensors: dict[str, Tensor] = {}
         matrices: dict[str, Matrix] = {}
-        for name in page_shapes(self.config, page):
+        for name in self.config.page_shapes(page):
             found = self._resident.get(full_name(page, name))
             if found is None:
                 found = buffer.parameters[name]
@@ -326,7 +318,7 @@ class WeightStore:
         for stored, line in self._allocated:
             self._tiers.release(stored, line)
         if self._disk_bytes:
-            self._tiers.ledger.release("disk", LEDGER_LINE, self._disk_bytes)
+            self._tiers.ledger.release("disk", Line.WEIGHTS, self._disk_bytes)
         self._allocated, self._stored, self._resident, self._pages = [], {}, {}, {}
         self._layer_buffers, self._outer_buffer = [], ReadBuffer()
         self._decoding_buffer = torch.empty(0, dtype=torch.uint8)
@@ -337,10 +329,10 @@ class WeightStore:
 
     def _make_buffer(self, pages: Sequence[int]) -> ReadBuffer:
         """A buffer for those parameters that compute cannot reach at home on any of the pages that will use it."""
-        shapes = page_shapes(self.config, pages[0]) if pages else {}
+        parameters_of_page = small_first(self.config.page(pages[0])) if pages else []
         away = [
             name
-            for name in small_first(shapes)
+            for name in (parameter.name for parameter in parameters_of_page)
             if any(self.homes[full_name(page, name)] not in self._tiers.reachable for page in pages)
         ]
         if not away:
@@ -348,8 +340,8 @@ class WeightStore:
         places = {name: self._places[full_name(pages[0], name)] for name in away}
         start = places[away[0]].offset
         nbytes = places[away[-1]].offset + whole_pages(places[away[-1]].nbytes) - start
-        stored = self._tiers.allocate("gpu", READ_LINE, (nbytes,), torch.uint8, READ_LINE)
-        self._allocated.append((stored, READ_LINE))
+        stored = self._tiers.allocate("gpu", Line.READ_BUFFERS, (nbytes,), torch.uint8, Line.READ_BUFFERS)
+        self._allocated.append((stored, Line.READ_BUFFERS))
         memory = stored.resident(self._tiers.reachable)
         storage: dict[str, Tensor] = {}
         parameters: dict[str, Tensor | Matrix] = {}

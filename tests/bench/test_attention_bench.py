@@ -127,7 +127,7 @@ def test_threads_are_as_before_afterwards_and_the_table_can_do_without_the_libra
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention.native, "library", lambda: None)
-    monkeypatch.setattr(attention, "decode_attention", lambda query, buffer: query)
+    monkeypatch.setattr(attention.KVBuffer, "attend", lambda buffer, query: query)
     monkeypatch.setattr(attention.KVBuffer, "append", lambda *_: None)
     before = torch.get_num_threads()
     result = measure(Grid(("float32",), (16,), (8,), (1,), 2**12, 1))

@@ -16,12 +16,12 @@ from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench import published_models as checkpoint
 from flexgen_h2o.bench.published_models import published_checkpoint, write_checkpoint
 from flexgen_h2o.engine.assemble import RunSizes
-from flexgen_h2o.kvcache.eviction.rules import Full
+from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.plan import model_config
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.models import registry
+from flexgen_h2o.models.opt_config import OptConfig
 
-PRE_NORM = ModelConfig(
+PRE_NORM = OptConfig(
     "tiny",
     vocab_size=104,
     hidden_size=32,
@@ -36,18 +36,19 @@ CONFIGS = {
     "post_norm_projected": replace(PRE_NORM, word_embed_proj_dim=16, do_layer_norm_before=False),  # as opt-350m
     "untied": replace(PRE_NORM, tie_word_embeddings=False),
 }
+TINY = PRE_NORM.shape()
 SHARD_BYTES = 20_000
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_and_the_engine_compute_the_same_logits(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    write_checkpoint(CONFIGS[name], "float32", folder, shard_bytes=SHARD_BYTES)
+    config, folder = replace(CONFIGS[name], name="model").shape(), tmp_path / "model"
+    write_checkpoint(config, "float32", folder, shard_bytes=SHARD_BYTES)
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    prompts, forced = random_ids(CONFIGS[name], [7, 7]), random_forced(CONFIGS[name], 2, 3)
+    prompts, forced = random_ids(config, [7, 7]), random_forced(config, 2, 3)
     with LLM(str(folder), dtype="float32", eviction="full") as llm:
-        assert llm.config == replace(CONFIGS[name], name="model")
+        assert llm.config == config
         logits = run_forced(llm.load().engine(RunSizes(Full(0, 11), 2, 7)), prompts, forced)
         assert llm.unused_keys == ()
     for row, prompt in enumerate(prompts):
@@ -58,7 +59,7 @@ def test_transformers_and_the_engine_compute_the_same_logits(name: str, tmp_path
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_files_are_in_shards_of_random_tensors(dtype: str, itemsize: int, tmp_path: Path) -> None:
-    write_checkpoint(PRE_NORM, dtype, tmp_path / "model", shard_bytes=SHARD_BYTES)
+    write_checkpoint(TINY, dtype, tmp_path / "model", shard_bytes=SHARD_BYTES)
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2 and files == [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
@@ -80,22 +81,23 @@ def test_files_are_in_shards_of_random_tensors(dtype: str, itemsize: int, tmp_pa
 def test_weights_depend_on_the_seed_and_nothing_else(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(len(name) + seed)
-        write_checkpoint(PRE_NORM, "float32", tmp_path / name, seed)
+        write_checkpoint(TINY, "float32", tmp_path / name, seed)
     first, same, other = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in "abc")
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert not any(torch.equal(first[key], other[key]) for key in first)
 
 
 def test_the_tokenizer_knows_every_id(tmp_path: Path) -> None:
-    write_checkpoint(PRE_NORM, "float32", tmp_path / "model")
+    write_checkpoint(TINY, "float32", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert sorted(tokenizer.get_vocab().values()) == [*range(PRE_NORM.vocab_size)]
+    assert sorted(tokenizer.get_vocab().values()) == [*range(TINY.vocab_size)]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
 
 
 def test_a_published_size_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(model_config.published("opt-125m"), num_hidden_layers=1, vocab_size=64, hidden_size=24, ffn_dim=96)
-    monkeypatch.setattr(checkpoint, "published", lambda name: replace(small, word_embed_proj_dim=24))
+    sizes = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 24, "word_embed_proj_dim": 24, "ffn_dim": 96}
+    small = registry.published("opt-125m", **sizes)
+    monkeypatch.setattr(checkpoint, "published", lambda name: small)
     folder = published_checkpoint("opt-125m", "bfloat16", tmp_path)
     assert folder == tmp_path / "opt-125m-bfloat16"
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -116,5 +118,5 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(checkpoint, "save_file", no_room)
     with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(PRE_NORM, "float32", tmp_path / "model")
+        write_checkpoint(TINY, "float32", tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

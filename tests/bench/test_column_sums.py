@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,12 @@ from support.commands import call, read_jsonl
 
 from flexgen_h2o.bench import __main__ as command
 from flexgen_h2o.bench import column_sums, models
-from flexgen_h2o.bench.column_sums import Workload, measure, memory_of_long_prompt, summary
+from flexgen_h2o.bench.column_sums import PromptSizes, measure, memory_of_long_prompt, summary
 from flexgen_h2o.engine.loop import BlockTimes, Engine
-from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Sink
-from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.sink import Sink
+from flexgen_h2o.models.registry import published
 
 TINY = ("--model", "opt-125m", "--layers", "1", "--prompt-len", "20", "--long-prompt-len", "30", "--threads", "1")
 GB = 2**30
@@ -62,13 +63,13 @@ def test_engines_take_turns_and_the_first_round_is_not_counted(monkeypatch: pyte
     rules = []
 
     def run(engine: Engine, block: object, gen_len: int, chooser: object) -> BlockTimes:
-        rules.append(type(engine.kv.rule))
+        rules.append(type(engine.kv.rules[0]))
         return BlockTimes(next(spent), [], {}, {})
 
     monkeypatch.setattr(Engine, "run", run)
     monkeypatch.setattr(column_sums, "memory_of_long_prompt", lambda *_: dict.fromkeys(("peak_bytes",), 0))
-    config = replace(published("opt-125m"), num_hidden_layers=1)
-    result = measure(Workload(config, [2], 20, 30, "float32", 1, 3))
+    config = published("opt-125m", num_hidden_layers=1)
+    result = measure(PromptSizes(config, [2], 20, 30, "float32", 1, 3))
     assert rules == [H2O, Sink, Full] * 4
     (row,) = result["prefill"]
     assert (row["h2o_s"], row["sink_s"], row["full_s"]) == (3.3, 2.2, 4.4)
@@ -102,7 +103,7 @@ def test_the_summary_names_all_numbers() -> None:
 
 
 def test_a_model_of_random_weights() -> None:
-    config = replace(published("opt-125m"), num_hidden_layers=2, vocab_size=10)
+    config = published("opt-125m", num_hidden_layers=2, vocab_size=10)
     with models.random_model(config, torch.float32, 1) as runtime:
         tensors = runtime.weights.page(1).tensors
         for name, mean in (("fc1.bias", 0.0), ("final_layer_norm.weight", 1.0)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,20 +17,20 @@ from transformers import DynamicCache
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench import __main__ as command
 from flexgen_h2o.bench import decode_steps
-from flexgen_h2o.bench.decode_steps import Workload, measure, transformers_model
+from flexgen_h2o.bench.decode_steps import DecodeSizes, measure, transformers_model
 from flexgen_h2o.bench.models import fill_cache
 from flexgen_h2o.engine.block import BlockStart, PromptBlock
-from flexgen_h2o.kvcache.eviction.rules import Full
-from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.plan.policy import Policy
 
 TINY = ("--model", "opt-125m", "--layers", "1", "--batch", "2", "--cache-len", "30", "--steps", "2", "--threads", "1")
 GB = 2**30
 
 
-def workload(**changes: object) -> Workload:
-    config = replace(published("opt-125m"), num_hidden_layers=1)
-    return replace(Workload(config, 2, 30, 2, "float32", 1, 3), **changes)
+def workload(**changes: object) -> DecodeSizes:
+    config = published("opt-125m", num_hidden_layers=1)
+    return replace(DecodeSizes(config, 2, 30, 2, "float32", 1, 3), **changes)
 
 
 def test_the_object_that_is_printed() -> None:
@@ -85,7 +85,7 @@ def test_what_does_not_fit_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_that_is_foreseen() -> None:
-    whole = Workload(published("opt-1.3b"), 32, 1024, 4, "bfloat16", 2, 5)
+    whole = DecodeSizes(published("opt-1.3b"), 32, 1024, 4, "bfloat16", 2, 5)
     weights, full, h2o = (1.316e9 * 2, 24 * 32 * 1029 * 2048 * 4, 24 * 32 * 204 * 2048 * 4)
     expected = decode_steps.resident_bytes() + 2 * weights + full + h2o + 2**29
     assert expected < whole.needed_bytes < expected + 2 * GB
@@ -122,12 +122,12 @@ class KeptLogits:
         self.tokens = tokens
         self.logits: list[Tensor] = []
 
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
+    def choose(self, requests: Sequence[int], steps: Sequence[int], logits: Tensor) -> Tensor:
         self.logits.append(logits.clone())
-        return self.tokens[rows, step % self.tokens.shape[1]]
+        return self.tokens[list(requests), steps[0] % self.tokens.shape[1]]
 
-    def finished(self) -> bool:
-        return False
+    def finished(self) -> Sequence[int]:
+        return ()
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
@@ -156,7 +156,7 @@ def test_a_step_from_a_filled_cache_is_the_one_of_transformers(tiny: Callable[..
 
 
 def test_the_model_of_transformers_has_random_weights_and_its_own_default_attention() -> None:
-    config = replace(published("opt-125m"), num_hidden_layers=1, vocab_size=50)
+    config = published("opt-125m", num_hidden_layers=1, vocab_size=50)
     model = transformers_model(config, torch.bfloat16)
     assert model.config._attn_implementation == "sdpa"
     assert model.lm_head.weight.data_ptr() == model.model.decoder.embed_tokens.weight.data_ptr()

@@ -15,10 +15,10 @@ from flexgen_h2o.bench.drivers.common import ENGINES, EngineRefused, Settings, S
 from flexgen_h2o.bench.paths import ROOT
 from flexgen_h2o.bench.peers import PeerJob, alternate, run_peer
 from flexgen_h2o.bench.published_models import write_checkpoint
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.models.opt_config import OptConfig
 
 # vLLM wants heads of at least 32.
-TINY = ModelConfig(
+TINY = OptConfig(
     "tiny",
     vocab_size=104,
     hidden_size=128,
@@ -27,7 +27,7 @@ TINY = ModelConfig(
     num_attention_heads=4,
     ffn_dim=256,
     max_position_embeddings=64,
-)
+).shape()
 BATCH, PROMPT_LEN, GEN_LEN = 3, 7, 9
 IN_PROCESS = ("transformers", "accelerate_cpu", "accelerate_disk", "ctranslate2", "flexgen_h2o")
 FULL_CACHE = {"flexgen_h2o": {"eviction": "full"}, "vllm": {"enforce_eager": True}}
@@ -58,7 +58,7 @@ def tokens(wanted: Settings) -> list[list[int]]:
         generation = loaded.generate(prompts, wanted.gen_len)
     finally:
         loaded.close()
-    assert 0 < generation.prefill_s < 60 and 0 < generation.decode_s < 60
+    assert min(generation.prefill_s, generation.decode_s) > 0
     return [list(map(int, row)) for row in generation.token_ids]
 
 

@@ -22,8 +22,8 @@ from flexgen_h2o.bench.report import HEADS, markdown, page
 from flexgen_h2o.bench.roofline import Rooflines, with_slower_disk
 from flexgen_h2o.bench.sweep import Sweep
 from flexgen_h2o.bench.trials import groups, read_records
+from flexgen_h2o.plan.work import PhaseWork
 from flexgen_h2o.search.hardware import Hardware
-from flexgen_h2o.search.limits import PhaseWork
 from flexgen_h2o.search.rates import Rate
 
 SETTING = Setting("opt-125m", 16, 5, "float32", 1)

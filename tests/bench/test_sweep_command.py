@@ -11,9 +11,9 @@ import pytest
 from support.commands import ROOT, environment
 
 from flexgen_h2o.bench.published_models import write_checkpoint
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.models.opt_config import OptConfig
 
-TINY = ModelConfig(
+TINY = OptConfig(
     "tiny",
     vocab_size=104,
     hidden_size=64,
@@ -22,7 +22,7 @@ TINY = ModelConfig(
     num_attention_heads=2,
     ffn_dim=128,
     max_position_embeddings=64,
-)
+).shape()
 
 
 def test_a_sweep_and_its_report(tmp_path: Path) -> None:

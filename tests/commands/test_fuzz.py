@@ -24,12 +24,13 @@ from support.commands import Finished, run, write_jsonl
 from support.tiny_models import make_tiny_opt, save_tiny_opt
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.commands.run_options import FLAGS, read_flags
+from flexgen_h2o.basics.settings import settings_of
+from flexgen_h2o.commands.run_options import KINDS, read_flags
 from flexgen_h2o.jobs.formats import bounded_lines, read_prompts
 from flexgen_h2o.jobs.record import JobRecord, Progress, read_record, write_record
 from flexgen_h2o.jobs.saved_block import BlockCheckpoint
+from flexgen_h2o.models import registry
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.plan import model_config
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.policy_files import policy_fields
 from flexgen_h2o.weights.files import WeightFolder, lay_out
@@ -88,7 +89,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opens(folder: Path) -> None:
     """A folder is refused in sentences, or every tensor of it can be read."""
     try:
-        config = model_config.from_folder(folder)
+        config = registry.from_folder(folder)
         checkpoint = open_checkpoint(folder, config)
     except UsageError as error:
         assert error.problems and all(len(problem) < 2000 for problem in error.problems)
@@ -232,7 +233,7 @@ def test_files_are_read_or_refused_for_as_long_as_asked(model: Path, tmp_path: P
 
 # --- command lines --------------------------------------------------------------------------------------------------
 
-FLAG_NAMES = [flag for flags in FLAGS.values() for flag in flags]
+FLAG_NAMES = [known.flag for kind in KINDS for known in settings_of(kind).values()]
 WORDS = "-1 0 1 2 0.5 1e999 nan inf -inf 999999999999999999999999 true maybe auto h2o full x opt-125m cuda"
 VALUES = ["", " ", "100 0", *WORDS.split(), *"/ /dev/null ~ no/such/file.jsonl \udcff 💥 -- -".split(" ")]
 

@@ -132,7 +132,7 @@ def test_a_bad_line_is_an_error_of_the_job_only_with_strict(tmp_path: Path) -> N
 
 
 def test_a_job_of_nothing_but_bad_lines_loads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.llm.checkpoint_source", None)
+    monkeypatch.setattr("flexgen_h2o.models.checkpoint.Checkpoint.source", None)
     argv = ["--input", write_jsonl(tmp_path / "in.jsonl", ["{", "}"]), "--json"]
     finished = run(*argv)
     assert finished.code == 0 and [line["line"] for line in finished.lines] == [1, 2]

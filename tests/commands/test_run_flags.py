@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.commands import refused, refused_once, run, write_jsonl
 
-from flexgen_h2o.commands.command import Flags
+from flexgen_h2o.commands.flags import Flags
 from flexgen_h2o.commands.run_options import build_parser, read_flags
 
 CONTRACT_FLAGS = [
@@ -243,6 +243,40 @@ def test_edges_that_make_sense_run(argv: str, prompt_file: str) -> None:
     assert finished.code == 0 and finished.report["num_prompts"] == 1
 
 
+def test_eviction_policies_are_described_whatever_else_is_asked() -> None:
+    finished = run("--eviction", "help", "--gen-len", "0")
+    assert finished.code == 0 and finished.err == ""
+    assert [line.split()[0] for line in finished.out.splitlines()] == ["h2o", "full", "local", "sink", "smooth"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("smooth:window=5", ["'window'", "decay, pooled, age_power", "--eviction help"]),
+        ("smooth:decay=2", ["decay is '2'", "at most 1"]),
+        ("full:decay=1", ["full has no parameters"]),
+    ],
+)
+def test_parameters_of_a_policy_that_cannot_be_are_refused(text: str, words: list[str]) -> None:
+    problem = refused_once("--eviction", text)
+    assert problem.startswith("--eviction ") and all(word in problem for word in words)
+
+
+@pytest.mark.parametrize(
+    ("eviction", "instead"),
+    [
+        ("h2o", ", or --hh-size and --recent-size"),
+        ("smooth", ", or --hh-size and --recent-size"),
+        ("local", ", or --recent-size"),
+        ("sink", ", or --recent-size"),
+        ("full", ""),
+    ],
+)
+def test_prompts_that_can_be_read_only_once_need_sizes(eviction: str, instead: str) -> None:
+    problem = refused_once("--input", "-", "--eviction", eviction)
+    assert problem == f"--input - can be read only once: give --prompt-len{instead}"
+
+
 def test_all_mistakes_are_listed_together() -> None:
     problems = refused(
         *[
@@ -292,7 +326,7 @@ def test_a_mistake_in_sampling_is_found_even_if_no_prompt_can_be_served(tmp_path
 
 
 def test_a_mistake_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.llm.checkpoint_source", None)
+    monkeypatch.setattr("flexgen_h2o.models.checkpoint.Checkpoint.source", None)
     monkeypatch.setattr("flexgen_h2o.llm.locate_model", None)
     refused("--gen-len", "0")
 

@@ -16,9 +16,9 @@ from support.tiny_models import VARIANTS
 from torch import Tensor
 
 from flexgen_h2o.kernels import four_bits as quant
-from flexgen_h2o.kvcache.buffer import UnitShape
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
 from flexgen_h2o.plan.four_bit_sizes import entry_bytes
+from flexgen_h2o.plan.kv_shape import UnitShape
 
 Tiny = Callable[..., TinyOpt]
 WAYS = {"cache": {"compress_cache": True}, "cache, ring in 16 bits": {"compress_cache": True, "ring_16bit": True}}

@@ -11,7 +11,11 @@ from support.helpers import TinyOpt, largest_difference, random_forced, random_i
 from torch import Tensor
 
 from flexgen_h2o.engine.assemble import RunSizes, Runtime
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.sink import Sink
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory.transfer import CudaTransfer
 from flexgen_h2o.plan.placement import Percent

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,16 @@ from support.placed import BACKENDS, HOMES, ROUGH, Case, largest_lines, layout_o
 
 from flexgen_h2o import run as run_command
 from flexgen_h2o.engine import loop as engine_module
-from flexgen_h2o.engine.assemble import BASELINE_LINE, Runtime
-from flexgen_h2o.engine.generate import NoChoice
-from flexgen_h2o.kvcache.eviction.rules import H2O
+from flexgen_h2o.engine.assemble import Runtime
+from flexgen_h2o.engine.chooser import NoChoice
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory.transfer import LINKS
-from flexgen_h2o.plan.model_config import ModelConfig, published
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.plan.model_shape import ModelShape
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import Percent, place_weights
-from flexgen_h2o.plan.schedule import FetchWeights, LoadCache, LoadHidden, Operation, zigzag
+from flexgen_h2o.plan.schedule import FetchWeights, LoadCache, LoadHidden, Operation, Step, Zigzag
 
 Tiny = Callable[..., TinyOpt]
 META = torch.device("meta")
@@ -60,7 +61,7 @@ def test_a_dry_run_counts_what_a_real_run_holds_and_moves(
     assert largest_lines(walked.ledger) == largest_lines(real.ledger)
     assert {link: walked.transfer.moved[link] for link in LINKS} == {link: real.transfer.moved[link] for link in LINKS}
     for tier in ("gpu", "cpu", "disk"):
-        own = [runtime.ledger.accounts[tier].largest.get(BASELINE_LINE, 0) for runtime in (walked, real)]  # type: ignore[index]
+        own = [runtime.ledger.accounts[tier].largest.get(Line.BASELINE, 0) for runtime in (walked, real)]  # type: ignore[index]
         assert walked.ledger.peak(tier) - own[0] == real.ledger.peak(tier) - own[1]  # type: ignore[arg-type]
 
 
@@ -90,14 +91,21 @@ def test_a_dry_run_touches_no_file(tiny: Tiny, tmp_path: Path, monkeypatch: pyte
 # --- what is not where it is used ---
 
 
+def forget(monkeypatch: pytest.MonkeyPatch, is_forgotten: Callable[[Operation], bool]) -> None:
+    """Makes the engine's schedule leave operations out."""
+
+    class Forgetful(Zigzag):
+        def walk(self, step: Step) -> Iterator[Operation]:
+            yield from (operation for operation in Zigzag.walk(self, step) if not is_forgotten(operation))
+
+    monkeypatch.setattr(engine_module, "Zigzag", Forgetful)
+
+
 @pytest.mark.parametrize("left_out", [FetchWeights, LoadCache, LoadHidden])
 def test_a_schedule_that_forgets_to_load_something_fails_the_dry_run(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, left_out: type
 ) -> None:
-    def forgetful(*arguments: Any) -> Iterator[Operation]:
-        return (operation for operation in zigzag(*arguments) if not isinstance(operation, left_out))
-
-    monkeypatch.setattr(engine_module, "zigzag", forgetful)
+    forget(monkeypatch, lambda operation: isinstance(operation, left_out))
     case = Case(tiny(), small_block(), H2O(3, 4), Percent(0, 100, 0, 100, 0, 100), True, BACKENDS["threads"])
     with pytest.raises((RuntimeError, KeyError)):
         dry(case, 3)
@@ -105,11 +113,7 @@ def test_a_schedule_that_forgets_to_load_something_fails_the_dry_run(
 
 def test_a_schedule_that_forgets_one_page_fails_the_dry_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The read buffer then holds another page of the same shape: nothing else would be wrong with it."""
-
-    def forgetful(*arguments: Any) -> Iterator[Operation]:
-        return (operation for operation in zigzag(*arguments) if operation != FetchWeights(2))
-
-    monkeypatch.setattr(engine_module, "zigzag", forgetful)
+    forget(monkeypatch, lambda operation: operation == FetchWeights(2))
     case = Case(tiny(), small_block(), H2O(3, 4), Percent(0, 100), False, BACKENDS["threads"])
     with pytest.raises(RuntimeError):
         dry(case, 2)
@@ -122,7 +126,7 @@ def command(model: str, percent: str, *more: str) -> list[str]:
     return ["--device", "meta", "--model", model, "--percent", *percent.split(), "--json", *more]
 
 
-def weights_by_hand(config: ModelConfig, percent: Percent, itemsize: int = HALF) -> dict[str, int]:
+def weights_by_hand(config: ModelShape, percent: Percent, itemsize: int = HALF) -> dict[str, int]:
     found = {"gpu": 0, "cpu": 0, "disk": 0}
     homes = place_weights(config, percent.weights)
     for name, shape in config.shapes().items():
@@ -219,13 +223,12 @@ def test_a_dry_run_refuses_what_a_run_refuses() -> None:
 
 
 @pytest.mark.slow
-def test_opt_175b_on_a_16_gb_card_in_under_a_minute(tmp_path: Path) -> None:
+def test_opt_175b_on_a_16_gb_card(tmp_path: Path) -> None:
     percent = Percent(0, 50, 0, 0, 0, 100)
     argv = [
         *command("opt-175b", str(percent), "--gpu-mem", "15", "--cpu-mem", "204", "--disk-mem", "1500"),
         *("--gpu-batch-size", "32", "--num-gpu-batches", "8", "--offload-dir", str(tmp_path / "offload")),
     ]
-    started = time.perf_counter()
     finished = subprocess.run(
         [sys.executable, "-m", "flexgen_h2o.run", *argv],
         capture_output=True,
@@ -234,11 +237,8 @@ def test_opt_175b_on_a_16_gb_card_in_under_a_minute(tmp_path: Path) -> None:
         env={**os.environ, "HOME": str(tmp_path)},
         cwd=Path(__file__).parents[2],
     )
-    seconds = time.perf_counter() - started
     assert finished.returncode == 0, finished.stderr
     report = json.loads(finished.stdout.splitlines()[-1])
-    print(f"{seconds:.1f} s, {report['memory']['ledger_peak_bytes']}")
-    assert seconds < 60
     assert_measures_nothing(report)
     prompt_and_generated = 512 + 32
     assert report["eviction"]["heavy_slots"] == report["eviction"]["recent_slots"] == prompt_and_generated // 10

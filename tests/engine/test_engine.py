@@ -29,7 +29,11 @@ from support.tiny_models import VARIANTS
 from torch import Tensor
 
 from flexgen_h2o.engine.loop import Engine, PromptBlock
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.sink import Sink
 from flexgen_h2o.plan.policy import Policy
 
 Tiny = Callable[..., TinyOpt]
@@ -390,9 +394,9 @@ def test_buffers_stay_where_they_are_during_decode(tiny: Tiny) -> None:
     seen = []
 
     class Watching(ForcedTokens):
-        def finished(self) -> bool:
+        def finished(self) -> Sequence[int]:
             seen.append([(tensor.data_ptr(), tensor.shape) for tensor in buffer_tensors(engine)])
-            return False
+            return super().finished()
 
     run_block(engine, prompts, STEPS + 1, Watching(random_forced(tiny_opt.config, 3, STEPS)))
     assert seen == [where] * (STEPS + 1)
@@ -405,6 +409,7 @@ def live_tensor_bytes() -> tuple[int, int]:
     return len(tensors), sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # looking at every object wakes deprecated ones
 def test_memory_is_flat_over_20_runs(tiny: Tiny) -> None:
     tiny_opt = tiny()

@@ -33,7 +33,11 @@ from support.tiny_models import VARIANTS
 from torch import Tensor
 
 from flexgen_h2o.engine.hidden import HiddenStore
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.sink import Sink
 from flexgen_h2o.memory.transfer import InlineTransfer
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.plan.policy import Policy
@@ -211,7 +215,7 @@ def test_who_runs_ahead_of_slow_copies_does_not_fill_the_device(
     def note(store: HiddenStore, group: int) -> None:
         nonlocal most
         there.append(weakref.ref(store._places[group].on_device))  # type: ignore[arg-type]
-        most = max(most, len({id(hidden) for ref in there if (hidden := ref()) is not None and hidden.shape[1] > 1}))
+        most = max(most, len({id(hidden) for ref in there if (hidden := ref()) is not None and len(hidden) > 1}))
 
     def noted_put(store: HiddenStore, group: int, hidden: Tensor) -> None:
         put(store, group, hidden)

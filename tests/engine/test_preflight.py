@@ -25,16 +25,19 @@ from flexgen_h2o.engine import assemble as runtime_module
 from flexgen_h2o.engine import fit as preflight
 from flexgen_h2o.engine.assemble import RunSizes, predict
 from flexgen_h2o.engine.fit import check_fit
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.kvcache.eviction.rules import H2O, Full
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory import run_folder as disk
 from flexgen_h2o.memory.tiers import Ledger
-from flexgen_h2o.plan.model_config import ModelConfig, published
+from flexgen_h2o.models.opt_config import OptConfig
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import TIERS, Percent, Tier
 from flexgen_h2o.plan.policy import Policy
+from flexgen_h2o.plan.sampling import SamplingParams
 
 BASELINE = 200 * 2**20
 MODEL = published("opt-125m")
@@ -102,7 +105,7 @@ def test_one_memory_is_spoken_of_as_one() -> None:
 
 
 def test_the_process_itself_is_counted() -> None:
-    assert fit({}, joint=True).accounts["cpu"].largest[runtime_module.BASELINE_LINE] == BASELINE
+    assert fit({}, joint=True).accounts["cpu"].largest[Line.BASELINE] == BASELINE
 
 
 # --- ways out ---
@@ -160,7 +163,7 @@ def test_where_nothing_fits_that_is_said() -> None:
 
 
 SHARES = st.integers(0, 100).flatmap(lambda gpu: st.tuples(st.just(gpu), st.integers(0, 100 - gpu)))
-SMALL = ModelConfig("small", 1000, 64, 64, 4, 4, 256, 512)
+SMALL = OptConfig("small", 1000, 64, 64, 4, 4, 256, 512).shape()
 
 
 @given(

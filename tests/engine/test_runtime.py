@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -34,14 +34,16 @@ from support.placed import (
 
 from flexgen_h2o.basics.memory_sizes import GB, whole_pages
 from flexgen_h2o.engine import assemble as runtime_module
-from flexgen_h2o.engine.assemble import BASELINE_LINE, RunSizes, Runtime, predict, workspace_bytes
+from flexgen_h2o.engine.assemble import RunSizes, Runtime, predict, workspace_bytes
 from flexgen_h2o.engine.loop import Engine
-from flexgen_h2o.kvcache.eviction.rules import H2O, Full
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory import run_folder as disk
 from flexgen_h2o.memory.run_folder import RunFolder
 from flexgen_h2o.memory.tiers import BudgetError, Ledger, Stored, Tiers
-from flexgen_h2o.plan.model_config import Shapes
+from flexgen_h2o.plan.model_shape import ParameterShape
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import Percent, Tier
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.weights.files import WeightFolder
@@ -233,17 +235,17 @@ def workspace(tiny_opt: TinyOpt, percent: Percent, overlap: bool) -> int:
 
 
 def layer_bytes(tiny_opt: TinyOpt) -> int:
-    return padded_bytes(tiny_opt, tiny_opt.config.layer_shapes())
+    return padded_bytes(tiny_opt, tiny_opt.config.layer)
 
 
 def outer_bytes(tiny_opt: TinyOpt) -> int:
-    return padded_bytes(tiny_opt, tiny_opt.config.outer_shapes())
+    return padded_bytes(tiny_opt, tiny_opt.config.outer)
 
 
-def padded_bytes(tiny_opt: TinyOpt, shapes: Shapes) -> int:
+def padded_bytes(tiny_opt: TinyOpt, page: Sequence[ParameterShape]) -> int:
     """What parameters take on disk, and in read buffers, which are laid out alike: whole pages each."""
     layout = layout_of(tiny_opt)
-    stored = [prod(storage_of(name, shape, torch.float32, layout).shape) for name, shape in shapes.items()]
+    stored = [prod(storage_of(parameter, torch.float32, layout).shape) for parameter in page]
     return sum(whole_pages(ITEMSIZE * elements) for elements in stored)
 
 
@@ -410,7 +412,7 @@ def test_an_engine_that_does_not_fit_takes_nothing_and_a_smaller_one_works(tiny:
 
 @pytest.mark.parametrize(
     ("tier", "budget", "line"),
-    [("gpu", 10_000, "weight read buffers"), ("cpu", 1, BASELINE_LINE), ("disk", 10_000, "weights")],
+    [("gpu", 10_000, "weight read buffers"), ("cpu", 1, Line.BASELINE), ("disk", 10_000, "weights")],
 )
 def test_a_budget_that_is_too_small_names_what_does_not_fit(
     tiny: Tiny, tmp_path: Path, tier: Tier, budget: int, line: str
@@ -478,7 +480,7 @@ def measure(
 
 
 @needs_linux
-@pytest.mark.parametrize("prompt_len", [16, 256])
+@pytest.mark.parametrize("prompt_len", [pytest.param(16, marks=pytest.mark.slow), 256])
 def test_host_memory_is_within_a_tenth_of_the_ledger_with_all_in_memory(tmp_path: Path, prompt_len: int) -> None:
     found = measure(tmp_path, "opt-125m", Percent(), prompt_len=prompt_len)
     assert found["weights"] > 450 * 2**20  # or the baseline would hide an error
@@ -514,7 +516,7 @@ def test_a_model_many_times_larger_than_memory_runs_from_disk_in_what_was_predic
     tmp_path: Path, deep_model: str
 ) -> None:
     found = measure(tmp_path, deep_model, ON_DISK, prompt_len=64)
-    assert found["weights"] >= 5 * (found["ledger"] - found["lines"][BASELINE_LINE])
+    assert found["weights"] >= 5 * (found["ledger"] - found["lines"][Line.BASELINE])
     assert found["measured"] <= 1.1 * found["ledger"], found
 
 

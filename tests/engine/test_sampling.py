@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +13,24 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexgen_h2o.engine.sampling import SamplingParams, choose_tokens, uniform_numbers
+from flexgen_h2o.engine.sampling import choose_tokens, uniform_numbers
+from flexgen_h2o.plan.sampling import SamplingParams
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def choose(logits: Tensor, step: int = 0, first: int = 0, **params: float) -> list[int]:
-    """Rows are prompts first, first + 1, ..."""
+def choose(logits: Tensor, step: int | list[int] = 0, first: int = 0, **params: Any) -> list[int]:
+    """Rows are prompts first, first + 1, ...; all at the same step, or each at its own."""
     indices = torch.arange(first, first + len(logits))
-    return choose_tokens(logits, SamplingParams(**params), indices, step).tolist()
+    steps = step if isinstance(step, list) else [step] * len(logits)
+    return choose_tokens(logits, SamplingParams(**params), indices, steps).tolist()
+
+
+def numbers_at(seed: int, indices: NDArray[np.int64], step: int) -> NDArray[np.float64]:
+    """uniform_numbers, all at the same step."""
+    return uniform_numbers(seed, indices, np.full(len(indices), step))
 
 
 # --- greedy ---
@@ -56,22 +64,29 @@ def test_greedy_takes_the_lowest_of_tied_ids() -> None:
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**20))
 def test_numbers_lie_in_0_to_1(seed: int, index: int, step: int) -> None:
-    number = uniform_numbers(seed, np.array([index]), step)[0]
+    number = numbers_at(seed, np.array([index]), step)[0]
     assert 0 <= number < 1
 
 
 def test_numbers_depend_on_seed_index_and_step_alone() -> None:
     indices = np.arange(100)
-    numbers = uniform_numbers(3, indices, 5)
+    numbers = numbers_at(3, indices, 5)
     shuffled = np.random.default_rng(0).permutation(indices)
-    assert (uniform_numbers(3, shuffled, 5) == numbers[shuffled]).all()
-    assert all(uniform_numbers(3, np.array([index]), 5)[0] == numbers[index] for index in indices)
+    assert (numbers_at(3, shuffled, 5) == numbers[shuffled]).all()
+    assert all(numbers_at(3, np.array([index]), 5)[0] == numbers[index] for index in indices)
     for other in (
-        uniform_numbers(4, indices, 5),
-        uniform_numbers(3, indices, 6),
-        uniform_numbers(3, indices + 1, 5),
+        numbers_at(4, indices, 5),
+        numbers_at(3, indices, 6),
+        numbers_at(3, indices + 1, 5),
     ):
         assert (other != numbers).all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**20)), min_size=1), st.integers(0, 2**40))
+def test_each_row_has_the_number_that_it_would_have_alone(rows: list[tuple[int, int]], seed: int) -> None:
+    indices, steps = np.array(rows).T
+    alone = [numbers_at(seed, np.array([index]), step)[0] for index, step in rows]
+    assert uniform_numbers(seed, indices, steps).tolist() == alone
 
 
 def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
@@ -84,11 +99,11 @@ def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> floa
 def test_numbers_are_uniform_over_prompts_steps_and_seeds() -> None:
     zero = np.array([0])
     families = [
-        uniform_numbers(0, np.arange(20_000), 0),
-        np.concatenate([uniform_numbers(0, zero, step) for step in range(20_000)]),
-        np.concatenate([uniform_numbers(seed, zero, 0) for seed in range(20_000)]),
+        numbers_at(0, np.arange(20_000), 0),
+        np.concatenate([numbers_at(0, zero, step) for step in range(20_000)]),
+        np.concatenate([numbers_at(seed, zero, 0) for seed in range(20_000)]),
         # Neighbours on the diagonal, which a hash that adds index and step would make all equal.
-        np.concatenate([uniform_numbers(0, np.array([20_000 - step]), step) for step in range(20_000)]),
+        np.concatenate([numbers_at(0, np.array([20_000 - step]), step) for step in range(20_000)]),
     ]
     for numbers in families:
         counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
@@ -129,7 +144,7 @@ def test_tokens_are_those_that_numpy_draws_with_the_same_numbers(params: dict[st
     """The token in whose share of [0, 1), in order of ids, the row's number falls."""
     logits = random_logits(2000, 12)
     found = choose(logits, step=3, do_sample=True, seed=9, **params)
-    numbers = uniform_numbers(9, np.arange(2000), 3)
+    numbers = numbers_at(9, np.arange(2000), 3)
     near = 0
     for row, number in enumerate(numbers):
         chances = allowed(logits[row].double().numpy(), **params)
@@ -162,6 +177,16 @@ def test_the_split_into_batches_changes_no_token(cuts: list[int]) -> None:
     pieces = list(zip(starts, cuts, strict=True))
     found = {s: choose(logits[s : s + size], step=2, first=100 + s, **params) for s, size in reversed(pieces)}
     assert [token for start in starts for token in found[start]] == whole
+
+
+def test_rows_at_different_steps_choose_as_each_would_alone() -> None:
+    logits = random_logits(60, 40)
+    steps = [7 * row % 11 for row in range(60)]
+    params = {"do_sample": True, "temperature": 1.2, "seed": 11}
+    alone = [choose(logits[row : row + 1], step, row, **params)[0] for row, step in enumerate(steps)]
+    together = choose(logits, steps, **params)
+    assert together == alone
+    assert together != choose(logits, 0, **params)
 
 
 def test_the_same_seed_repeats_and_another_does_not() -> None:
@@ -212,4 +237,4 @@ def test_sound_parameters_have_no_problems() -> None:
 def test_any_seed_is_taken_or_refused(seed: int) -> None:
     params = SamplingParams(do_sample=True, seed=seed)
     if not params.problems():
-        choose_tokens(random_logits(2, 5), params, torch.arange(2), 0)
+        choose_tokens(random_logits(2, 5), params, torch.arange(2), [0, 0])

@@ -7,8 +7,9 @@ import pytest
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.evaluation.plain import PlainPolicy
 from flexgen_h2o.evaluation.policies import POLICIES, policy_for
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule, Fixed, Strided
-from flexgen_h2o.plan.policy import EVICTIONS
+from flexgen_h2o.evaluation.score_rules import Fixed, Strided
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.registry import HOMES
 
 PROMPT_LEN, LENGTH, LAYERS = 384, 512, 4
 
@@ -88,4 +89,4 @@ def test_policies_of_the_table_are_called_what_they_call_themselves() -> None:
 
 
 def test_what_run_offers_can_be_judged() -> None:
-    assert set(EVICTIONS) <= set(POLICIES)
+    assert set(HOMES) <= set(POLICIES)

@@ -11,11 +11,13 @@ from support.helpers import PEAKED, TinyOpt, random_ids
 
 from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.compare import Case, compare, documents_to_score, make_cases
-from flexgen_h2o.evaluation.heldout import HeldoutSet
+from flexgen_h2o.evaluation.documents import HeldoutSet
 from flexgen_h2o.evaluation.recall import RecallSet
 from flexgen_h2o.evaluation.scoring import Judge
 from flexgen_h2o.evaluation.statistics import difference, perplexity, perplexity_change
-from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
 
 PROMPT_LEN, LENGTH, DOCUMENTS = 20, 28, 5
 

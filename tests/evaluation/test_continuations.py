@@ -19,7 +19,9 @@ from flexgen_h2o.evaluation.continuations import (
     likelihoods,
     make_evictions,
 )
-from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
 
 LENGTHS = [(40, 3), (1, 4), (2, 1), (40, 1), (17, 6), (63, 2), (40, 5)]  # of context and continuation
 

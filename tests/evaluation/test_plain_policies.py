@@ -14,7 +14,9 @@ from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.plain import LayerAttention, PlainPolicy
 from flexgen_h2o.evaluation.plain_policies import Mean, Oracle, PlainH2O, Pyramid, Random, TopK, TopKHeavy
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.kvcache.eviction.rules import H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
 
 # --- a whole model ---
 

@@ -10,7 +10,7 @@ import torch
 from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.heldout import heldout_tokens
 from flexgen_h2o.evaluation.recall import KINDS, RecallKind, RecallSet, RecallWriter
-from flexgen_h2o.evaluation.scoring import ContinuationScores
+from flexgen_h2o.evaluation.scores import ContinuationScores
 from flexgen_h2o.models.tokenizer import Tokenizer, load_tokenizer
 
 STATEMENT = re.compile(r"Remember: the password of (\w+) is (\w+ \w+ \w+)\.\n")

@@ -13,8 +13,12 @@ from flexgen_h2o import LLM
 from flexgen_h2o.evaluation.heldout import heldout_tokens, text_windows
 from flexgen_h2o.evaluation.plain_policies import PlainH2O, TopK
 from flexgen_h2o.evaluation.policies import Policy
-from flexgen_h2o.evaluation.scoring import ContinuationScores, Judge, join
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local
+from flexgen_h2o.evaluation.scores import ContinuationScores, join
+from flexgen_h2o.evaluation.scoring import Judge
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
 
 PROMPT_LEN, TOKENS, DOCUMENTS = 20, 9, 5
 LENGTH = PROMPT_LEN + TOKENS
@@ -42,7 +46,11 @@ def expected_log_probabilities(peaked: TinyOpt, documents: Tensor) -> Tensor:
     return torch.stack(rows).double().log_softmax(dim=-1)
 
 
-@pytest.mark.parametrize("policy", [Full(0, LENGTH), H2O(20, 20), H2O(4, 28), PlainH2O(20, 20), TopK(40)], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [Full(0, LENGTH), H2O(20, 20), H2O(4, 28), PlainH2O(20, 20), TopK(40)],
+    ids=lambda policy: type(policy).__name__,
+)
 def test_with_everything_kept_scores_are_those_of_transformers(
     peaked: TinyOpt, judge: Judge, documents: Tensor, policy: Policy
 ) -> None:

@@ -347,11 +347,11 @@ def test_14_what_was_not_finite_before_an_interruption_is_known_after_it(
 
 
 def test_15_a_clock_that_jumps(job: Job, expected: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, calls = time.time, iter(range(10**9))
-    monkeypatch.setattr(time, "time", lambda: clock() + (-1) ** next(calls) * 86400 * 365)
+    clock, calls, jump_s = time.time, iter(range(10**9)), 86400 * 365
+    monkeypatch.setattr(time, "time", lambda: clock() + (-1) ** next(calls) * jump_s)
     finished = job.run("--json")
     assert finished.code == 0 and job.output.read_bytes() == expected
-    assert 0 < finished.report["total_s"] < PATIENCE_S and finished.report["throughput_tok_s"] > 0
+    assert 0 < finished.report["total_s"] < jump_s / 2 and finished.report["throughput_tok_s"] > 0
 
 
 # --- folders and files ----------------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def test_24_no_space_is_noticed_before_anything_is_loaded(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("flexgen_h2o.engine.fit.free_disk_bytes", lambda folder: 100_000)
-        patch.setattr("flexgen_h2o.llm.checkpoint_source", None)
+        patch.setattr("flexgen_h2o.models.checkpoint.Checkpoint.source", None)
         fails(job.run(), 2, "of disk", "0.00 GB can be used", "would fit")
     assert not job.output.exists()
     goes_on(job, expected)

@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,16 +21,17 @@ from support.placed import BACKENDS, MIXED, Backend, Case, delayed_threads, open
 from torch import Tensor
 
 from flexgen_h2o.engine.block import BlockStart
-from flexgen_h2o.engine.generate import Request, Sampler
+from flexgen_h2o.engine.chooser import Sampler
 from flexgen_h2o.engine.loop import Engine
-from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.requests import Request
 from flexgen_h2o.jobs import record as resume
 from flexgen_h2o.jobs.record import JobRecord, Progress, read_record, write_record
 from flexgen_h2o.jobs.saved_block import BlockCheckpoint
-from flexgen_h2o.kvcache.eviction.rules import H2O
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.policy_files import policy_fields, write_policy
+from flexgen_h2o.plan.sampling import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -229,6 +231,7 @@ def refusals(job: Job, *more: str) -> list[str]:
         ("--gen-len 7", ["--gen-len is 7", "with 6"]),
         ("--hh-ratio 0.3", ["--eviction is h2o with"]),
         ("--eviction full", ["--eviction is full"]),
+        ("--eviction h2o:decay=0.9", ["recent entries, decay=0.9, and the job was begun with h2o with"]),
         ("--prompt-len 30", ["--prompt-len is 30", "not given"]),
         ("--dtype float16", ["--dtype is float16"]),
         ("--seed 5", ["--seed is 5", "with 0"]),
@@ -250,6 +253,24 @@ def test_another_setting_is_refused_by_name(begun: Job, more: str, words: list[s
     assert all(any(word in problem for problem in problems) for word in words), problems
     assert all("--restart" in problem and "--output" in problem for problem in problems)
     assert (job.output.read_bytes(), job.side_file.read_bytes()) == before
+
+
+def test_parameters_of_an_eviction_policy_are_part_of_the_job(tmp_path: Path) -> None:
+    flags = ("--gpu-batch-size", "2", "--num-gpu-batches", "1", "--gen-len", "6", "--json", "--eviction")
+    job = new_job(tmp_path / "job", argv=(*flags, "smooth:pooled=5,decay=0.90"))
+    report = job.run().report
+    assert report["eviction"]["parameters"] == {"decay": 0.9, "pooled": 5}
+    (said,) = re.findall(r'"--eviction": "([^"]*)"', job.side_file.read_text())
+    assert re.fullmatch(r"smooth with \d+ heavy and \d+ recent entries, decay=0.9, pooled=5", said)
+    assert Job(job.folder, (*flags, "smooth: decay=0.9, pooled=5")).run().code == 0
+    assert Job(job.folder, (*flags, "smooth")).run().code == 2
+
+
+def test_without_parameters_a_job_is_known_by_its_sizes_alone(job: Job) -> None:
+    report = job.run("--json").report
+    assert set(report["eviction"]) == {"name", "heavy_slots", "recent_slots", "evictions"}
+    (said,) = re.findall(r'"--eviction": "([^"]*)"', job.side_file.read_text())
+    assert re.fullmatch(r"h2o with \d+ heavy and \d+ recent entries", said)
 
 
 def test_a_policy_file_that_says_otherwise_is_refused_too(begun: Job, tmp_path: Path) -> None:
@@ -573,8 +594,9 @@ def test_a_block_is_saved_from_every_memory_and_brought_back_to_it(
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_a_job_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    """A few kills; tests/test_soak.py has fifty."""
+    """A few kills; tests/jobs/test_soak.py has fifty."""
     argv = [*ON_DISK, *"--gen-len 40 --ignore-eos --checkpoint-minutes 0.002".split()]
     job = new_job(tmp_path / "job", 40, argv)
     expected = undisturbed(job)

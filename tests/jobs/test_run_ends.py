@@ -11,6 +11,7 @@ import pty
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import call, ids_file, read_jsonl, run, start, write_jsonl
+from support.commands import ROOT, call, environment, ids_file, read_jsonl, run, start, write_jsonl
 
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o import run as run_module
@@ -30,6 +31,7 @@ from flexgen_h2o.jobs.job import BatchJob, InputSizes, PromptSource
 from flexgen_h2o.jobs.results import StreamResults
 
 PATIENCE_S = 60
+LIBRARIES = {"torch", "numpy", "transformers", "safetensors", "tokenizers", "pulp"}
 
 
 @pytest.mark.parametrize(
@@ -181,19 +183,32 @@ def wait_for_lines(path: Path, count: int) -> None:
         time.sleep(0.05)
 
 
-def test_help_is_quick() -> None:
-    started = time.monotonic()
-    process = start("--help", stdout=subprocess.PIPE)
-    assert b"--gen-len" in process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 0 and time.monotonic() - started < 2
+def imported_by(*argv: str) -> tuple[subprocess.CompletedProcess[str], list[str], set[str]]:
+    """The command, finished; what it has said on standard error; and the modules that it has imported."""
+    command = [sys.executable, "-X", "importtime", "-m", "flexgen_h2o.run", *argv]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    lines, prefix = done.stderr.splitlines(), "import time:"
+    modules = {line.split("|")[-1].strip() for line in lines if line.startswith(prefix)}
+    return done, [line for line in lines if not line.startswith(prefix)], modules
 
 
-def test_a_mistake_is_told_quickly() -> None:
-    started = time.monotonic()
-    process = start("--gen-len", "0", "--hh-ratio", "2", stderr=subprocess.PIPE)
-    said = process.communicate(timeout=PATIENCE_S)[1].decode()
-    assert process.returncode == 2 and time.monotonic() - started < 2
-    assert [line.split()[1] for line in said.splitlines()] == ["--hh-ratio", "--gen-len"]
+def test_help_waits_for_no_library() -> None:
+    done, _, modules = imported_by("--help")
+    assert done.returncode == 0 and "--gen-len" in done.stdout
+    assert "flexgen_h2o.commands.run_options" in modules and modules.isdisjoint(LIBRARIES)
+
+
+def test_a_flag_that_there_is_not_waits_for_no_library() -> None:
+    done, said, modules = imported_by("--gen-length", "2")
+    assert done.returncode == 2 and "--gen-length" in said[0]
+    assert modules.isdisjoint(LIBRARIES)
+
+
+def test_mistaken_values_wait_for_none_of_what_runs_a_model() -> None:
+    done, said, modules = imported_by("--gen-len", "0", "--hh-ratio", "2")
+    assert done.returncode == 2
+    assert [line.split()[1] for line in said] == ["--hh-ratio", "--gen-len"]
+    assert modules.isdisjoint({*LIBRARIES, "flexgen_h2o.llm", "flexgen_h2o.engine.loop"} - {"torch", "numpy"})
 
 
 def test_ctrl_c_ends_with_130_and_keeps_finished_lines(tmp_path: Path) -> None:

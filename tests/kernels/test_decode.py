@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,20 @@ from support.decode_units import (
     attend,
     attend_exactly,
     check_against_float64,
+    copy_of,
+    empty_kv,
+    entered,
+    find_losers,
     make_unit,
     needs_library,
     paths,
+    some_scores,
     spread,
 )
 from torch import Tensor
 
 from flexgen_h2o.kernels import decode, native
+from flexgen_h2o.kernels.decode_unit import DecodeUnit
 
 
 @needs_library
@@ -55,7 +60,7 @@ def test_torchs_operations_are_within_rounding_of_float64(dtype: torch.dtype) ->
         torch.testing.assert_close(
             decode.attend_with_torch(*ran.arguments).double(), exact.output, rtol=8 * step, atol=8 * step
         )
-        torch.testing.assert_close(ran.live(ran.scores).double(), exact.scores, rtol=8 * step, atol=8 * step)
+        torch.testing.assert_close(ran.live(ran.kv.scores).double(), exact.scores, rtol=8 * step, atol=8 * step)
 
 
 sizes = st.integers(0, 40).flatmap(lambda slots: st.tuples(st.just(slots), st.integers(0, slots)))
@@ -89,14 +94,14 @@ def test_any_shape_and_filling(
 ) -> None:
     """Within rounding of float64 on every instruction set; in float32 within 1e-5 of torch's operations too."""
     unit = make_unit(head_dim, dtype, None, rows, heads, heavy, ring, empty, seed)
-    unit = replace(unit, accumulates=accumulates, decay=decay)
+    unit = unit.changed(accumulates=accumulates, decay=decay)
     for path in paths(head_dim):
         check_against_float64(unit, lambda ran, path=path: attend(path, ran))
         if dtype == torch.float32:
             ours, theirs = unit.copy(), unit.copy()
             output = attend(path, ours)
             torch.testing.assert_close(output, decode.attend_with_torch(*theirs.arguments), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours.kv.scores, theirs.kv.scores, rtol=1e-5, atol=1e-5)
 
 
 @needs_library
@@ -104,29 +109,29 @@ def test_any_shape_and_filling(
 def test_of_equal_scores_the_lower_slot_loses(heavy: int) -> None:
     for path in paths(16):
         for slot in range(heavy):
-            unit = replace(make_unit(16, torch.float32, heavy=(heavy, heavy), empty=0.0), accumulates=False)
-            unit.scores[..., :heavy] += 1.0
-            unit.scores[..., slot:heavy:3] = 0.5
+            unit = make_unit(16, torch.float32, heavy=(heavy, heavy), empty=0.0).changed(accumulates=False)
+            unit.kv.scores[..., :heavy] += 1.0
+            unit.kv.scores[..., slot:heavy:3] = 0.5
             for low in (0.5, -math.inf):
-                unit.scores[..., slot:heavy:3] = low
+                unit.kv.scores[..., slot:heavy:3] = low
                 attend(path, unit)
-                assert bool((unit.losers == slot).all()), (path, slot, low)
+                assert bool((unit.kv.losers == slot).all()), (path, slot, low)
 
 
 @needs_library
 def test_sinks_stay_and_lose_last() -> None:
-    unit = replace(make_unit(16, torch.float32, heavy=(20, 20), empty=0.0), accumulates=False)
-    unit.scores[..., :20] = math.inf
+    unit = make_unit(16, torch.float32, heavy=(20, 20), empty=0.0).changed(accumulates=False)
+    unit.kv.scores[..., :20] = math.inf
     for path in paths(16):
         check_against_float64(unit, lambda ran, path=path: attend(path, ran))
         attend(path, unit)
-        assert bool((unit.losers == 0).all())
-    unit.scores[..., 19] = 3.0
+        assert bool((unit.kv.losers == 0).all())
+    unit.kv.scores[..., 19] = 3.0
     for path in paths(16):
         check_against_float64(unit, lambda ran, path=path: attend(path, ran))
         attend(path, unit)
-        assert bool((unit.losers == 19).all())
-    accumulating = replace(unit, accumulates=True, decay=0.5)
+        assert bool((unit.kv.losers == 19).all())
+    accumulating = unit.changed(accumulates=True, decay=0.5)
     for path in paths(16):
         check_against_float64(accumulating, lambda ran, path=path: attend(path, ran))
 
@@ -135,12 +140,12 @@ def test_sinks_stay_and_lose_last() -> None:
 @pytest.mark.parametrize("slots", [1, 5, 16, 33])
 def test_a_head_without_entries_has_no_output_either_way(slots: int) -> None:
     unit = make_unit(16, torch.float32, heavy=(4, 0), ring=(slots, slots))
-    unit.scores.fill_(-math.inf)
+    unit.kv.scores.fill_(-math.inf)
     assert bool(decode.attend_with_torch(*unit.copy().arguments).isnan().all())
     for path in paths(16):
         ran = unit.copy()
         assert bool(attend(path, ran).isnan().all()), path
-        assert bool(ran.scores.isneginf().all())
+        assert bool(ran.kv.scores.isneginf().all())
 
 
 @needs_library
@@ -148,20 +153,20 @@ def test_a_head_without_entries_has_no_output_either_way(slots: int) -> None:
 @pytest.mark.parametrize("head_dim", [3, 24, 80])
 def test_nothing_else_is_read_or_written(head_dim: int, dtype: torch.dtype) -> None:
     plain = make_unit(head_dim, dtype, heavy=(21, 6), ring=(19, 18))
-    names = [name for name, value in vars(plain).items() if isinstance(value, Tensor)]
+    tensors = plain.tensors()
     for path in paths(head_dim):
         expected = plain.copy()
         output = attend(path, expected)
         # 0xff: not a number in every precision, and a slot that there is not.
-        memories = {name: spread(tuple(getattr(plain, name).shape), getattr(plain, name).dtype, 0xFF) for name in names}
-        unit = replace(plain, **{name: tensor for name, (tensor, _) in memories.items()})
-        for name in names:
-            live = {"heavy": 6, "ring": 18}.get(name.split("_")[0], getattr(plain, name).shape[-2])
-            getattr(unit, name)[..., :live, :] = getattr(plain, name)[..., :live, :]
+        memories = {name: spread(tuple(tensor.shape), tensor.dtype, 0xFF) for name, tensor in tensors.items()}
+        unit = plain.changed(**{name: tensor for name, (tensor, _) in memories.items()})
+        for name, tensor in tensors.items():
+            live = {"heavy": 6, "ring": 18}.get(name.split("_")[0], tensor.shape[-2])
+            memories[name][0][..., :live, :] = tensor[..., :live, :]
         before = {name: memory.clone() for name, (_, memory) in memories.items()}
         assert torch.equal(attend(path, unit), output)
-        assert torch.equal(unit.scores, expected.scores) and torch.equal(unit.losers, expected.losers)
-        assert torch.equal(unit.scores[..., 6:21], plain.scores[..., 6:21])
+        assert torch.equal(unit.kv.scores, expected.kv.scores) and torch.equal(unit.kv.losers, expected.kv.losers)
+        assert torch.equal(unit.kv.scores[..., 6:21], plain.kv.scores[..., 6:21])
         for name, (tensor, memory) in memories.items():
             inside = slice(256, 256 + tensor.nbytes) if name in ("scores", "losers") else slice(0)
             memory[inside] = before[name][inside] = 0
@@ -175,7 +180,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
         results = []
         for threads in (1, 1, 2, 3, 5):
             ran = unit.copy()
-            results.append((attend(path, ran, threads), ran.scores, ran.losers))
+            results.append((attend(path, ran, threads), ran.kv.scores, ran.kv.losers))
         for result in results[1:]:
             assert all(map(torch.equal, result, results[0]))
 
@@ -191,8 +196,10 @@ def unit_of_values(values: Tensor, query_dtype: torch.dtype) -> Unit:
     rows, _, slots, head_dim = values.shape
     nothing = torch.empty(rows, 1, 0, head_dim, dtype=values.dtype)
     query = torch.zeros(rows, 1, 1, head_dim, dtype=query_dtype)
-    keys, losers = torch.randn(values.shape).to(values.dtype), torch.zeros(rows, 1, dtype=torch.int32)
-    return Unit(query, nothing, nothing, keys, values, torch.zeros(rows, 1, slots), losers, 0, slots)
+    keys = torch.randn(values.shape).to(values.dtype)
+    scores, losers = torch.zeros(rows, 1, slots), torch.zeros(rows, 1, dtype=torch.int32)
+    kv = DecodeUnit(nothing, nothing, keys, values, scores, scores.int(), losers, 0, slots, accumulates=True)
+    return Unit(query, kv)
 
 
 @needs_library
@@ -229,7 +236,7 @@ def test_half_way_between_neighbours_is_rounded_as_torch_rounds(dtype: torch.dty
 def test_half_precision_is_one_step_from_the_rounded_float64(dtype: torch.dtype, scale: float) -> None:
     """Values of one sign, whose sum is as exact as its terms; at 1e-6 they are subnormal in float16."""
     unit = make_unit(64, dtype, rows=4, heavy=(60, 60), ring=(70, 70))
-    for values in (unit.heavy_values, unit.ring_values):
+    for values in (unit.kv.heavy_values, unit.kv.ring_values):
         values.copy_(values.float().abs().mul(scale))
     expected = attend_exactly(unit).output.to(dtype).view(torch.int16).int()
     for path in paths(64):
@@ -241,7 +248,7 @@ def test_half_precision_is_one_step_from_the_rounded_float64(dtype: torch.dtype,
 def test_logits_that_overflow_are_not_a_number_either_way() -> None:
     unit = make_unit(16, torch.float32, empty=0.0)
     unit.query.fill_(1e30)
-    unit.ring_keys[:, :, 2] = 1e30
+    unit.kv.ring_keys[:, :, 2] = 1e30
     assert bool(decode.attend_with_torch(*unit.copy().arguments).isnan().all())
     for path in paths(16):
         assert bool(attend(path, unit.copy()).isnan().all())
@@ -251,33 +258,14 @@ def test_very_small_weights_are_zero() -> None:
     """Logits 200 apart: e^-200 is below every float32."""
     unit = make_unit(16, torch.float32, heavy=(0, 0), ring=(40, 40), empty=0.0)
     unit.query.fill_(1.0)
-    unit.ring_keys.copy_(-200 / 16 * torch.arange(40.0)[:, None])
+    unit.kv.ring_keys.copy_(-200 / 16 * torch.arange(40.0)[:, None])
     calls: list[Callable[[Unit], Tensor]] = [lambda ran: decode.attend_with_torch(*ran.arguments)]
     for path in paths(16):
         calls.append(lambda ran, path=path: attend(path, ran))
     for call in calls:
         ran = unit.copy()
-        torch.testing.assert_close(call(ran), unit.ring_values[:, :, :1], rtol=1e-6, atol=1e-6)
-        assert torch.equal(ran.scores[..., 1:], unit.scores[..., 1:])
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What enter_token() writes: keys, values, scores, columns; and the losers."""
-
-    tensors: list[Tensor]
-    losers: Tensor
-
-    @staticmethod
-    def empty(rows: int, heads: int, head_dim: int, heavy: int, ring: int, dtype: torch.dtype) -> Stored:
-        shapes = [(rows, heads, slots, head_dim) for slots in (heavy, heavy, ring, ring)]
-        state = (rows, heads, heavy + ring)
-        tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        tensors += [torch.full(state, -math.inf), torch.full(state, -1, dtype=torch.int32)]
-        return Stored(tensors, torch.zeros(rows, heads, dtype=torch.int32))
-
-    def copy(self) -> Stored:
-        return Stored([tensor.clone() for tensor in self.tensors], self.losers.clone())
+        torch.testing.assert_close(call(ran), unit.kv.ring_values[:, :, :1], rtol=1e-6, atol=1e-6)
+        assert torch.equal(ran.kv.scores[..., 1:], unit.kv.scores[..., 1:])
 
 
 @needs_library
@@ -305,64 +293,91 @@ def test_tokens_enter_as_with_torch_bit_for_bit(
     threads: int,
     seed: int,
 ) -> None:
-    """From the first token on, past a full ring; some rows begin with pads, scores are few and often equal."""
+    """From the first token on, past a full ring; some rows begin with pads, scores are each head's own, often equal."""
     generator = torch.Generator().manual_seed(seed)
-    ours = Stored.empty(rows, heads, head_dim, heavy, ring, dtype)
-    theirs = ours.copy()
+    ours = empty_kv(rows, heads, head_dim, heavy, ring, dtype, dtype)
+    theirs = copy_of(ours)
     pads = torch.randint(0, 4, (rows,), generator=generator)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for column in range(steps):
             keys, values = torch.randn(2, rows, heads, 1, head_dim, generator=generator).to(dtype)
-            initial = torch.where(column < pads, -math.inf, float(column % 2))
-            entry = (keys, values, initial, column)
-            decode.enter_natively(*ours.tensors, ours.losers, *entry)
-            decode.enter_with_torch(*theirs.tensors, theirs.losers, *entry)
-            for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
-                assert torch.equal(mine, other)
-            for stored in (ours, theirs):
-                scores = stored.tensors[4]
+            entry = (keys, values, some_scores(rows, heads, pads, column, generator), column)
+            decode.enter_natively(ours, *entry)
+            decode.enter_with_torch(theirs, *entry)
+            assert all(map(torch.equal, entered(ours), entered(theirs)))
+            for kv in (ours, theirs):
                 if accumulates:
-                    added = torch.randint(0, 3, scores.shape, generator=torch.Generator().manual_seed(seed + column))
-                    scores += added
-                if heavy:
-                    stored.losers.copy_(scores[..., :heavy].min(dim=-1).indices)
+                    added = torch.randint(0, 3, kv.scores.shape, generator=torch.Generator().manual_seed(seed + column))
+                    kv.scores.add_(added)
+                find_losers(kv)
     finally:
         torch.set_num_threads(before)
 
 
 @needs_library
 def test_an_entry_that_leaves_with_an_equal_score_is_dropped() -> None:
-    ours = Stored.empty(1, 1, 4, 2, 2, torch.float32)
+    ours = empty_kv(1, 1, 4, 2, 2, torch.float32, torch.float32)
     for column in range(6):
-        decode.enter_natively(
-            *ours.tensors, ours.losers, *torch.full((2, 1, 1, 1, 4), float(column)), torch.zeros(1), column
-        )
-        ours.losers.copy_(ours.tensors[4][..., :2].min(dim=-1).indices)
+        decode.enter_natively(ours, *torch.full((2, 1, 1, 1, 4), float(column)), torch.zeros(1, 1), column)
+        find_losers(ours)
     # 0 and 1 went to the free slots; 2 and 3 have the same score as those and went nowhere.
-    assert ours.tensors[5].tolist() == [[[0, 1, 4, 5]]]
-    assert ours.tensors[0][0, 0, :, 0].tolist() == [0.0, 1.0]
-    assert ours.tensors[3][0, 0, :, 0].tolist() == [4.0, 5.0]
+    assert ours.columns.tolist() == [[[0, 1, 4, 5]]]
+    assert ours.heavy_keys[0, 0, :, 0].tolist() == [0.0, 1.0]
+    assert ours.ring_values[0, 0, :, 0].tolist() == [4.0, 5.0]
+
+
+@pytest.mark.parametrize("enter", [decode.enter_with_torch, pytest.param(decode.enter_natively, marks=needs_library)])
+def test_each_head_has_its_own_initial_score(enter: Callable[..., None]) -> None:
+    kv = empty_kv(2, 3, 4, 2, 2, torch.float32, torch.float32)
+    initial = torch.tensor([[0.5, 1.5, -math.inf], [2.5, -math.inf, 3.5]])
+    for column in range(2):
+        enter(kv, *torch.zeros(2, 2, 3, 1, 4), initial + column, column)
+        assert torch.equal(kv.scores[..., 2 + column], initial + column)
+        assert kv.columns[..., 2 + column].tolist() == [[column, column, -1], [column, -1, column]]
+    find_losers(kv)
+    enter(kv, *torch.zeros(2, 2, 3, 1, 4), torch.zeros(2, 3), 2)  # the first leaves, with each head's own
+    assert torch.equal(kv.scores[..., 0], initial)
+    assert kv.columns[..., 0].tolist() == [[0, 0, -1], [0, -1, 0]]
 
 
 @needs_library
-def test_torch_dispatches_to_the_library() -> None:
+def test_on_a_cpu_it_is_the_librarys_attention() -> None:
     unit = make_unit(80, torch.bfloat16)
     ours, theirs = unit.copy(), unit.copy()
-    output = torch.ops.flexgen_h2o.decode_attention(*ours.arguments)
-    assert torch.equal(output, decode.attend_natively(*theirs.arguments))
-    assert torch.equal(ours.scores, theirs.scores) and torch.equal(ours.losers, theirs.losers)
+    assert torch.equal(decode.attend(*ours.arguments), decode.attend_natively(*theirs.arguments))
+    assert torch.equal(ours.kv.scores, theirs.kv.scores) and torch.equal(ours.kv.losers, theirs.kv.losers)
     assert decode.attention_path(torch.device("cpu"), 80) == f"native, {native.best_path(80)}"
     assert decode.attention_path(torch.device("meta"), 80) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("device", "library", "expected"),
+    [("cpu", object(), "natively"), ("cpu", None, "with_torch"), ("meta", object(), "with_torch")],
+)
+def test_the_library_is_taken_on_a_cpu_where_it_is_there(
+    device: str, library: object, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(native, "library", lambda: library)
+    for name in ("attend_natively", "attend_with_torch", "enter_natively", "enter_with_torch"):
+        monkeypatch.setattr(decode, name, lambda *_, name=name: called.append(name))
+    unit = make_unit(16, torch.float32)
+    token = torch.zeros(2, 3, 1, 16, device=device)
+    decode.attend(token, unit.kv)
+    decode.enter(unit.kv, token, token, torch.zeros(2, 3), 13)
+    assert called == [f"attend_{expected}", f"enter_{expected}"]
 
 
 WITHOUT_LIBRARY = """
 import torch, flexgen_h2o
 from flexgen_h2o.kernels import decode, native
-from flexgen_h2o.kvcache.attention import decode_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction.rules import H2O
+
+from flexgen_h2o.kvcache.buffer import KVBuffer
+from flexgen_h2o.kvcache.padding import Padding
+from flexgen_h2o.plan.kv_shape import UnitShape
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 print(flexgen_h2o.__file__)
 print(native.library(), native.best_path(64), decode.attention_path(torch.device("cpu"), 64))
 torch.manual_seed(0)
@@ -372,7 +387,7 @@ buffer.reset(Padding(torch.zeros(2, dtype=torch.int64)))
 for column in range(12):
     query, key, value = torch.randn(3, 2, 3, 1, 16)
     buffer.append(key, value, column)
-    output = decode_attention(query, buffer)
+    output = buffer.attend(query)
 print(*buffer.columns.flatten().tolist())
 print(*output.flatten().tolist())
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,10 +15,15 @@ from support.decode_units import (
     Unit,
     attend,
     check_against_float64,
+    copy_of,
     decode_exactly,
+    empty_kv,
+    entered,
+    find_losers,
     make_unit,
     needs_library,
     paths,
+    some_scores,
     spread,
 )
 from torch import Tensor
@@ -96,14 +100,14 @@ def test_any_shape_and_filling(
 ) -> None:
     """Within rounding of float64 on every instruction set; in float32 close to torch's operations too."""
     unit = make_unit(head_dim, dtype, None, rows, heads, heavy, ring, empty, seed, in_4_bits)
-    unit = replace(unit, accumulates=accumulates, decay=decay)
+    unit = unit.changed(accumulates=accumulates, decay=decay)
     check(unit, head_dim)
     for path in paths(head_dim, in_4_bits=True):
         if dtype == torch.float32:
             ours, theirs = unit.copy(), unit.copy()
             output = attend(path, ours)
             torch.testing.assert_close(output, decode.attend_with_torch(*theirs.arguments), rtol=1e-5, atol=2e-5)
-            torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours.kv.scores, theirs.kv.scores, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("in_4_bits", REGIONS)
@@ -124,7 +128,7 @@ def test_torchs_operations_are_within_rounding_of_float64(dtype: torch.dtype, in
 def test_ranges_far_apart(dtype: torch.dtype) -> None:
     """Groups of equal elements, whose scale is 0; tiny and large ones beside one another; minus zero."""
     unit = make_unit(144, torch.float32, dtype, heavy=(40, 40), ring=(30, 30), in_4_bits="heavy ring")
-    for entries in (unit.heavy_keys, unit.heavy_values, unit.ring_keys, unit.ring_values):
+    for entries in (unit.kv.heavy_keys, unit.kv.heavy_values, unit.kv.ring_keys, unit.kv.ring_values):
         values = torch.randn(*entries.shape[:3], 144)
         values[:, :, ::5, :64] = 0.75
         values[:, :, 1::5, 64:128] = -0.0
@@ -142,7 +146,7 @@ def test_the_number_of_threads_changes_nothing(in_4_bits: str) -> None:
         results = []
         for threads in (1, 1, 2, 3, 5):
             ran = unit.copy()
-            results.append((attend(path, ran, threads), ran.scores, ran.losers))
+            results.append((attend(path, ran, threads), ran.kv.scores, ran.kv.losers))
         for result in results[1:]:
             assert all(map(torch.equal, result, results[0]))
 
@@ -152,33 +156,23 @@ def test_the_number_of_threads_changes_nothing(in_4_bits: str) -> None:
 @pytest.mark.parametrize("head_dim", [3, 24, 80, 128])
 def test_nothing_else_is_read_or_written(head_dim: int, in_4_bits: str) -> None:
     plain = make_unit(head_dim, torch.bfloat16, heavy=(21, 6), ring=(19, 18), in_4_bits=in_4_bits)
-    names = [name for name, value in vars(plain).items() if isinstance(value, Tensor)]
+    tensors = plain.tensors()
     for path in paths(head_dim, in_4_bits=True):
         expected = plain.copy()
         output = attend(path, expected)
         # 0xff: in bfloat16 not a number.
-        memories = {name: spread(tuple(getattr(plain, name).shape), getattr(plain, name).dtype, 0xFF) for name in names}
-        unit = replace(plain, **{name: tensor for name, (tensor, _) in memories.items()})
-        for name in names:
-            live = {"heavy": 6, "ring": 18}.get(name.split("_")[0], getattr(plain, name).shape[-2])
-            getattr(unit, name)[..., :live, :] = getattr(plain, name)[..., :live, :]
+        memories = {name: spread(tuple(tensor.shape), tensor.dtype, 0xFF) for name, tensor in tensors.items()}
+        unit = plain.changed(**{name: tensor for name, (tensor, _) in memories.items()})
+        for name, tensor in tensors.items():
+            live = {"heavy": 6, "ring": 18}.get(name.split("_")[0], tensor.shape[-2])
+            memories[name][0][..., :live, :] = tensor[..., :live, :]
         before = {name: memory.clone() for name, (_, memory) in memories.items()}
         assert torch.equal(attend(path, unit), output)
-        assert torch.equal(unit.scores, expected.scores) and torch.equal(unit.losers, expected.losers)
+        assert torch.equal(unit.kv.scores, expected.kv.scores) and torch.equal(unit.kv.losers, expected.kv.losers)
         for name, (tensor, memory) in memories.items():
             inside = slice(256, 256 + tensor.nbytes) if name in ("scores", "losers") else slice(0)
             memory[inside] = before[name][inside] = 0
             assert torch.equal(memory, before[name]), name
-
-
-@needs_library
-def test_torch_dispatches_to_the_library() -> None:
-    unit = make_unit(64, torch.bfloat16, in_4_bits="heavy")
-    ours, theirs = unit.copy(), unit.copy()
-    assert torch.equal(
-        torch.ops.flexgen_h2o.decode_attention(*ours.arguments), decode.attend_natively(*theirs.arguments)
-    )
-    assert torch.equal(ours.scores, theirs.scores) and torch.equal(ours.losers, theirs.losers)
 
 
 # --- entry of a token ---
@@ -214,41 +208,23 @@ def test_every_instruction_set_quantises_as_torch_does_bit_for_bit(
         for path in paths(head_dim, in_4_bits=True):
             number = native.PATHS.index(path)
             monkeypatch.setattr(library, "flexgen_h2o_best_path", lambda *_, number=number: number)
-            stored = empty_state(6, 5, head_dim, 2, 3, torch.uint8, torch.uint8)
-            decode.enter_natively(*stored, losers(6, 5), keys, values, torch.zeros(6), 1)
-            for region, token in ((stored[2], keys), (stored[3], values)):
+            kv = empty_kv(6, 5, head_dim, 2, 3, torch.uint8, torch.uint8)
+            decode.enter_natively(kv, keys, values, torch.zeros(6, 5), 1)
+            for region, token in ((kv.ring_keys, keys), (kv.ring_values, values)):
                 assert torch.equal(region[:, :, 1:2], quant.encode(token)), (path, head_dim)
-                assert not region[:, :, ::2].any() and not stored[0].any() and not stored[1].any()
+                assert not region[:, :, ::2].any() and not kv.heavy_keys.any() and not kv.heavy_values.any()
 
 
 def test_half_way_between_two_codes_is_rounded_to_the_even_one() -> None:
     """By hand, whatever does it: from 0 to 15 in halves, so that the scale is 1."""
     values = torch.zeros(1, 1, 1, 32)
     values[0, 0, 0, :31] = torch.arange(31) / 2.0
-    stored = empty_state(1, 1, 32, 0, 1, torch.uint8, torch.uint8)
-    decode.enter(*stored, losers(1, 1), values, values, torch.zeros(1), 0)
-    entry = stored[2].flatten().tolist()
+    kv = empty_kv(1, 1, 32, 0, 1, torch.uint8, torch.uint8)
+    decode.enter(kv, values, values, torch.zeros(1, 1), 0)
+    entry = kv.ring_keys.flatten().tolist()
     codes = [entry[i // 2] >> 4 * (i % 2) & 15 for i in range(32)]
     assert codes == [*(round(i / 2) for i in range(31)), 0]
     assert bytes(entry[16:]) == b"\x80\x3f\x00\x00"  # 1 and 0 in bfloat16
-
-
-def empty_state(
-    rows: int, heads: int, head_dim: int, heavy: int, ring: int, heavy_dtype: torch.dtype, ring_dtype: torch.dtype
-) -> list[Tensor]:
-    """Heavy keys and values, those of the ring, scores and columns, as enter_token() takes them."""
-
-    def entries(slots: int, dtype: torch.dtype) -> Tensor:
-        size = quant.entry_bytes(head_dim) if dtype == torch.uint8 else head_dim
-        return torch.zeros(rows, heads, slots, size, dtype=dtype)
-
-    state = (rows, heads, heavy + ring)
-    regions = [entries(heavy, heavy_dtype) for _ in range(2)] + [entries(ring, ring_dtype) for _ in range(2)]
-    return [*regions, torch.full(state, -math.inf), torch.full(state, -1, dtype=torch.int32)]
-
-
-def losers(rows: int, heads: int) -> Tensor:
-    return torch.zeros(rows, heads, dtype=torch.int32)
 
 
 @needs_library
@@ -278,48 +254,45 @@ def test_tokens_enter_and_leave_as_with_torch_bit_for_bit(
 ) -> None:
     """An entry is quantised when it comes to a region in 4 bits; between two such its bytes move unchanged."""
     generator = torch.Generator().manual_seed(seed)
-    ours = empty_state(rows, 2, head_dim, heavy, ring, torch.uint8, torch.uint8 if ring_in_4_bits else dtype)
-    theirs = [tensor.clone() for tensor in ours]
-    loser = losers(rows, 2)
+    ours = empty_kv(rows, 2, head_dim, heavy, ring, torch.uint8, torch.uint8 if ring_in_4_bits else dtype)
+    theirs = copy_of(ours)
     pads = torch.randint(0, 4, (rows,), generator=generator)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for column in range(steps):
             keys, values = (random_values(kind, (rows, 2, 1, head_dim), generator).to(dtype) for _ in range(2))
-            initial = torch.where(column < pads, -math.inf, float(column % 2))
-            decode.enter_natively(*ours, loser, keys, values, initial, column)
-            decode.enter_with_torch(*theirs, loser, keys, values, initial, column)
-            assert all(map(torch.equal, ours, theirs))
-            added = torch.randint(0, 3, ours[4].shape, generator=generator)
-            for stored in (ours, theirs):
-                stored[4] += added
-            if heavy:
-                loser.copy_(ours[4][..., :heavy].min(dim=-1).indices)
+            entry = (keys, values, some_scores(rows, 2, pads, column, generator), column)
+            decode.enter_natively(ours, *entry)
+            decode.enter_with_torch(theirs, *entry)
+            assert all(map(torch.equal, entered(ours), entered(theirs)))
+            added = torch.randint(0, 3, ours.scores.shape, generator=generator)
+            for kv in (ours, theirs):
+                kv.scores.add_(added)
+                find_losers(kv)
     finally:
         torch.set_num_threads(before)
 
 
 @needs_library
 def test_many_steps_of_attention_and_entry_keep_what_torch_keeps() -> None:
-    """Both through the operators and through their reference; scores differ by rounding, columns do not."""
+    """Both as the device suits and by their reference; scores differ by rounding, columns do not."""
     generator = torch.Generator().manual_seed(5)
     calls: list[tuple[Callable[..., Tensor], Callable[..., None]]] = [
         (decode.attend, decode.enter),
         (decode.attend_with_torch, decode.enter_with_torch),
     ]
-    states = [empty_state(2, 3, 64, 8, 8, torch.uint8, torch.float32) for _ in calls]
-    lost = [losers(2, 3) for _ in calls]
+    states = [empty_kv(2, 3, 64, 8, 8, torch.uint8, torch.float32) for _ in calls]
     for column in range(60):
         query, keys, values = torch.randn(3, 2, 3, 1, 64, generator=generator)
         outputs = []
-        for (attend_to, enter), state, loser in zip(calls, states, lost, strict=True):
-            enter(*state, loser, keys, values, torch.zeros(2), column)
-            lengths = (min(8, max(0, column - 7)), min(8, column + 1))
-            outputs.append(attend_to(query * 0.125, *state[:5], loser, *lengths, True, 1.0))
+        for (attend_to, enter), state in zip(calls, states, strict=True):
+            enter(state, keys, values, torch.zeros(2, 3), column)
+            live = replace(state, heavy_len=min(8, max(0, column - 7)), ring_len=min(8, column + 1), accumulates=True)
+            outputs.append(attend_to(query * 0.125, live))
         torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-        assert torch.equal(states[0][5], states[1][5])
-        assert torch.equal(states[0][0], states[1][0])
+        assert torch.equal(states[0].columns, states[1].columns)
+        assert torch.equal(states[0].heavy_keys, states[1].heavy_keys)
 
 
 @pytest.mark.parametrize("at_once", [1, 100, 10**9])

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from flexgen_h2o.kernels import onednn
 from flexgen_h2o.kernels import panels as native_panels
-from flexgen_h2o.kernels.matrices import Matrix, MatrixLayout, PanelLayout, PlainLayout, best_layout, panels
-from flexgen_h2o.kernels.matrices.panels import LEAST_ROWS, rows_at_once
+from flexgen_h2o.kernels.matrices import panels
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kernels.matrices.layout import Matrix, MatrixLayout
+from flexgen_h2o.kernels.matrices.panels import LEAST_ROWS, PanelLayout, rows_at_once
+from flexgen_h2o.kernels.matrices.plain import PlainLayout
 from flexgen_h2o.profiling.timing import compute_threads
 
 CPU = torch.device("cpu")

@@ -12,15 +12,12 @@ from support.matrix_products import assert_is_product, kept, random
 from torch import Tensor
 
 from flexgen_h2o.kernels import quantised
-from flexgen_h2o.kernels.matrices import (
-    Matrix,
-    MatrixLayout,
-    PanelLayout,
-    QuantisedPanelLayout,
-    QuantisedRowLayout,
-    best_layout,
-    quantised_panels,
-)
+from flexgen_h2o.kernels.matrices import quantised_panels
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kernels.matrices.layout import Matrix, MatrixLayout
+from flexgen_h2o.kernels.matrices.panels import PanelLayout
+from flexgen_h2o.kernels.matrices.quantised_panels import QuantisedPanelLayout
+from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout
 from flexgen_h2o.plan import footprint
 
 CPU = torch.device("cpu")

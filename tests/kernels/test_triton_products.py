@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.kernels.fastest import TRIALS
-from flexgen_h2o.kernels.matrices import product_path
+from flexgen_h2o.kernels.matrices.choice import product_path
 from flexgen_h2o.kernels.matrices.quantised_rows import QuantisedRowLayout, multiply_restored
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -10,11 +10,16 @@ from support.helpers import largest_difference, new_workspace
 from torch import Tensor
 
 from flexgen_h2o.kvcache import attention
-from flexgen_h2o.kvcache.attention import decode_attention, prefill_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Sink
+from flexgen_h2o.kvcache.attention import prefill_attention
+from flexgen_h2o.kvcache.buffer import KVBuffer
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.sink import Sink
+from flexgen_h2o.kvcache.padding import Padding
 from flexgen_h2o.memory.workspace import Workspace
 from flexgen_h2o.plan import footprint
+from flexgen_h2o.plan.kv_shape import UnitShape
 
 ROWS, HEADS, HEAD_DIM = 3, 2, 8
 
@@ -54,8 +59,11 @@ def real_part(tensor: Tensor, firsts: list[int]) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, padding: Padding, sum_attention: bool, workspace: Workspace | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """prefill_attention, in a workspace of its own."""
-    return prefill_attention(query, key, value, padding, sum_attention, workspace or new_workspace())
+    """prefill_attention of [rows, heads, n, head_dim], in a workspace of its own."""
+    by_token = query.transpose(1, 2).unsqueeze(3)  # one query head to a head of keys
+    attended, sums = prefill_attention(by_token, key, value, padding, sum_attention, workspace or new_workspace())
+    assert attended.shape == by_token.shape
+    return attended.squeeze(3).transpose(1, 2), sums
 
 
 N = 23
@@ -284,7 +292,7 @@ def test_decode_attends_to_exactly_what_is_kept(rule: EvictionRule) -> None:
     query, _, _ = random_qkv(1, seed=2, scale=2.0)
     expected, weights = slow_decode(query, buffer)
     before = buffer.scores.clone()
-    output = decode_attention(query, buffer)
+    output = buffer.attend(query)
     assert output.shape == query.shape
     assert largest_difference(output, expected) < 1e-5
     live = ~before.isneginf()
@@ -302,7 +310,7 @@ def test_slots_behind_the_live_prefixes_are_never_read(rule: EvictionRule) -> No
             region.keys[:, :, length:] = junk
             region.values[:, :, length:] = junk
         query, _, _ = random_qkv(1, seed=2)
-        results.append(decode_attention(query, buffer))
+        results.append(buffer.attend(query))
     assert results[0].isfinite().all()
     assert torch.equal(*results)
 
@@ -313,7 +321,7 @@ def test_decode_in_half_precision_keeps_float32_scores(dtype: torch.dtype) -> No
     query = random_qkv(1, seed=2)[0].to(dtype)
     expected, weights = slow_decode(query, buffer)
     before = buffer.scores.clone()
-    output = decode_attention(query, buffer)
+    output = buffer.attend(query)
     assert output.dtype == dtype and buffer.scores.dtype == torch.float32
     assert largest_difference(output, expected) < 0.02  # measured: 0.006 in bfloat16
     live = ~before.isneginf()
@@ -326,6 +334,6 @@ def test_a_score_of_any_size_hides_nothing() -> None:
     """Only -inf masks: scores are no part of the logits."""
     buffer = filled_buffer(H2O(3, 4), DECODE_FIRSTS, n=9)
     query, _, _ = random_qkv(1, seed=2)
-    expected = decode_attention(query, buffer)
+    expected = buffer.attend(query)
     buffer.scores.masked_fill_(~buffer.scores.isneginf(), -1e30)
-    assert torch.equal(decode_attention(query, buffer), expected)
+    assert torch.equal(buffer.attend(query), expected)

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexgen_h2o.kvcache.attention import decode_attention
-from flexgen_h2o.kvcache.buffer import KVBuffer, Padding, UnitShape
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink
+from flexgen_h2o.kvcache.buffer import KVBuffer
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.sink import Sink
+from flexgen_h2o.kvcache.padding import Padding
+from flexgen_h2o.plan.kv_shape import UnitShape
 
 EMPTY = -math.inf
 HEAD_DIM = 3
@@ -196,7 +201,7 @@ def test_scores_rank_like_double_precision_after_2048_steps(dtype: torch.dtype) 
     for _ in range(2048):
         query = torch.randn(1, 1, 1, HEAD_DIM, generator=generator).to(dtype) * 0.05
         keys = torch.cat((buffer.heavy.keys, buffer.ring.keys), dim=2)[0, 0].double()
-        decode_attention(query, buffer)
+        buffer.attend(query)
         exact += (keys @ query[0, 0, 0].double()).softmax(dim=0)
     assert (buffer.scores[0, 0] - exact).abs().max() < 0.05
     order = exact.argsort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,12 @@ from torch import Tensor
 
 from flexgen_h2o.engine.loop import Engine
 from flexgen_h2o.kvcache.buffer import KVBuffer
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink, choose_heavy
+from flexgen_h2o.kvcache.eviction.base import Entries, EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.select import choose_heavy
+from flexgen_h2o.kvcache.eviction.sink import Sink
 from flexgen_h2o.plan.policy import Policy
 
 EMPTY = -math.inf
@@ -69,14 +74,19 @@ def test_choose_heavy_is_a_stable_sort_of_each_head(heads: list[list[float]], he
 POSITIONS = torch.tensor([[-2, -1, 0, 1, 2], [0, 1, 2, 3, 4]])
 
 
+def entries(sums: Tensor | None = None) -> Entries:
+    keys, values = torch.randn(2, 2, 3, 5, 8)
+    return Entries(0, keys, values, POSITIONS, sums)
+
+
 def test_h2o_starts_with_the_sums_of_prefill_and_with_0_in_decode() -> None:
     sums = torch.rand(2, 3, 5)
-    assert torch.equal(H2O(1, 1).initial_scores(POSITIONS, sums), sums)
-    assert torch.equal(H2O(1, 1).initial_scores(POSITIONS, None).expand(2, 3, 5), torch.zeros(2, 3, 5))
+    assert torch.equal(H2O(1, 1).initial_scores(entries(sums)), sums)
+    assert torch.equal(H2O(1, 1).initial_scores(entries()).expand(2, 3, 5), torch.zeros(2, 3, 5))
 
 
 def test_sinks_are_the_first_real_tokens_of_each_row() -> None:
-    scores = Sink(2, 1).initial_scores(POSITIONS, None).expand(2, 3, 5)[:, 0]
+    scores = Sink(2, 1).initial_scores(entries()).expand(2, 3, 5)[:, 0]
     is_sink = [[False, False, True, True, False], [True, True, False, False, False]]
     assert torch.equal(scores, torch.tensor(is_sink).float().masked_fill(torch.tensor(is_sink), math.inf))
 
@@ -102,12 +112,12 @@ class Tracing(ForcedTokens):
         self.steps: list[Snapshot] = []
         self.lengths: list[list[tuple[int, int]]] = []
 
-    def finished(self) -> bool:
+    def finished(self) -> Sequence[int]:
         layers = buffers(self.engine)
         by_layer = [[row for unit in layer for row in unit_rows(unit)] for layer in layers]
         self.steps.append([list(row) for row in zip(*by_layer, strict=True)])
         self.lengths.append([(unit.heavy_len, unit.ring_len) for unit in layers[-1]])
-        return False
+        return super().finished()
 
 
 def unit_rows(unit: KVBuffer) -> list[list[dict[str, Any]]]:

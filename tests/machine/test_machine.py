@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import psutil
 import pytest
@@ -145,7 +144,7 @@ MEASURE = """
 import sys
 import torch
 from flexgen_h2o import LLM, SamplingParams
-from flexgen_h2o.engine.generate import random_requests
+from flexgen_h2o.engine.requests import random_requests
 from flexgen_h2o.machine.limits import peak_resident_bytes
 
 model, rows, prompt_len, eviction = sys.argv[1] or None, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -244,8 +243,23 @@ def test_a_block_is_charged_for_the_prompts_there_are(tmp_path: Path, never_load
 
 
 def test_a_refusal_does_not_take_the_square_of_the_block(never_load: None) -> None:
-    argv = "--model opt-125m --dummy-weights --gpu-batch-size 1 --num-gpu-batches 2000 --prompt-len 4 --cpu-mem 0.7"
-    argv += " --percent 100 0 100 0 100 0"
-    started = time.process_time()
-    refused(*argv.split())
-    assert time.process_time() - started < 6
+    """Twice the sub-batches take twice as many calls more, not four times as many."""
+
+    def calls(sub_batches: int) -> int:
+        argv = f"--model opt-125m --dummy-weights --gpu-batch-size 1 --num-gpu-batches {sub_batches} --prompt-len 4"
+        made = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal made
+            made += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            refused(*argv.split(), "--cpu-mem", "0.3", *IN_MEMORY)
+        finally:
+            sys.setprofile(before)
+        return made
+
+    few, twice, four_times = (calls(sub_batches) for sub_batches in (40, 80, 160))
+    assert few < twice and four_times - twice < 3 * (twice - few)

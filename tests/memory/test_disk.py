@@ -19,7 +19,7 @@ from support.placed import BACKENDS, ON_DISK, Case, case_logits, layout_of, open
 from torch import Tensor
 
 from flexgen_h2o.basics.memory_sizes import GB, PAGE, whole_pages
-from flexgen_h2o.kvcache.eviction.rules import H2O
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.memory import extents
 from flexgen_h2o.memory import run_folder as disk
 from flexgen_h2o.memory.direct_io import read_direct, write_direct
@@ -30,6 +30,7 @@ from flexgen_h2o.weights.files import WeightFolder, lay_out
 from flexgen_h2o.weights.store import weight_places
 
 Tiny = Callable[..., TinyOpt]
+PATIENCE_S = 60
 
 
 # --- extents ---
@@ -324,11 +325,11 @@ def test_two_runs_in_one_folder_give_the_same_as_one(tiny: Tiny, tmp_path: Path)
         class Nested(GreedyTokens):
             """Runs a whole other run in the middle of this one."""
 
-            def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-                if step == 1 and not inner.tokens:
+            def choose(self, requests: Sequence[int], steps: Sequence[int], logits: Tensor) -> Tensor:
+                if steps[0] == 1 and not inner.tokens:
                     with opened(case, tmp_path) as other:
                         other.engine(case.sizes).run(pad(case.prompts(seed=8)), 3, inner)
-                return super().choose(step, rows, logits)
+                return super().choose(requests, steps, logits)
 
         outer = Nested(5)
         engine.run(pad(case.prompts()), 4, outer)
@@ -386,7 +387,7 @@ def test_ctrl_c_leaves_nothing_and_exits_with_130(model_folder: Path) -> None:
         wait_for_files(model_folder)
         time.sleep(0.3)  # into the generation
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "interrupted" in errors
     assert run_folders(model_folder / "offload") == []
@@ -404,7 +405,7 @@ def test_a_run_reclaims_what_a_killed_one_left_and_uses_its_weights(model_folder
             assert process.poll() is None
         wait_for_files(model_folder)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE_S)
     assert run_folders(model_folder / "offload") == []
     # The folder of the run is made before the weights are loaded; by the time its file is there they have been.
     assert {path: path.stat().st_mtime_ns for path in written} == written

@@ -31,12 +31,12 @@ from support.placed import (
 from torch import Tensor
 
 from flexgen_h2o.basics.memory_sizes import PAGE, whole_pages
-from flexgen_h2o.engine import block as block_work
 from flexgen_h2o.engine.assemble import Runtime
 from flexgen_h2o.engine.loop import Engine
-from flexgen_h2o.kvcache.attention import decode_attention
 from flexgen_h2o.kvcache.buffer import KVBuffer
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.memory import transfer as transfer_module
 from flexgen_h2o.memory.extents import Extent
 from flexgen_h2o.memory.transfer import (
@@ -49,12 +49,13 @@ from flexgen_h2o.memory.transfer import (
     Ticket,
     Transfer,
 )
-from flexgen_h2o.plan.model_config import Shapes
+from flexgen_h2o.plan.model_shape import ParameterShape
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.weights.store import storage_of
 
 Tiny = Callable[..., TinyOpt]
+PATIENCE_S = 60
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -85,7 +86,7 @@ def test_links_do_not_wait_for_one_another(threads: ThreadTransfer) -> None:
 
 
 def _pass(gate: threading.Event) -> None:
-    if not gate.wait(10):
+    if not gate.wait(PATIENCE_S):
         raise TimeoutError("nothing has come")
 
 
@@ -172,13 +173,13 @@ def test_a_worker_that_died_is_noticed(monkeypatch: pytest.MonkeyPatch, wait: st
     with pytest.raises(RuntimeError, match="worker has died"):
         transfer.drain() if wait == "drain" else getattr(ticket, wait)()
     transfer.submit("d2h", lambda: None).wait()  # the others live
-    within(5, transfer.close)
+    within(PATIENCE_S, transfer.close)
 
 
 def kill(transfer: ThreadTransfer, link: Link) -> None:
     """Ends a worker as nothing in the package does: with something that is no work."""
     transfer._queues[link].put(())  # type: ignore[arg-type]
-    transfer._workers[link].join(5)
+    transfer._workers[link].join(PATIENCE_S)
     assert not transfer._workers[link].is_alive()
 
 
@@ -190,7 +191,7 @@ def test_work_that_waits_for_a_dead_worker_fails_too(monkeypatch: pytest.MonkeyP
     written = transfer.submit("disk_write", lambda: None)
     with pytest.raises(RuntimeError, match="worker has died"):
         transfer.submit("disk_read", lambda: None, [written]).wait()
-    within(5, transfer.close)
+    within(PATIENCE_S, transfer.close)
 
 
 def test_a_worker_that_is_merely_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, threads: ThreadTransfer) -> None:
@@ -245,9 +246,15 @@ def test_closing_drops_what_has_not_begun_and_does_not_hang() -> None:
     running = transfer.submit("h2d", first)
     waiting = [transfer.submit("h2d", lambda: done.append(1)) for _ in range(100)]
     dependent = transfer.submit("d2h", lambda: done.append(2), [waiting[-1]])
-    begun.wait(5)
-    threading.Timer(0.1, gate.set).start()
-    within(5, transfer.close)
+
+    def open_once_it_closes() -> None:
+        while not transfer._closing:
+            time.sleep(0.001)
+        gate.set()
+
+    assert begun.wait(PATIENCE_S)
+    threading.Thread(target=open_once_it_closes, daemon=True).start()
+    within(PATIENCE_S, transfer.close)
     assert done == [] and transfer_threads() == []
     running.wait()
     for ticket in (*waiting, dependent):
@@ -257,8 +264,8 @@ def test_closing_drops_what_has_not_begun_and_does_not_hang() -> None:
 
 def test_closing_twice_is_harmless() -> None:
     transfer = ThreadTransfer()
-    within(5, transfer.close)
-    within(5, transfer.close)
+    within(PATIENCE_S, transfer.close)
+    within(PATIENCE_S, transfer.close)
 
 
 # --- an error ends the run ---
@@ -290,7 +297,7 @@ def fails_with(make: Callable[[], Transfer], tiny_opt: TinyOpt, folder: Path, pe
                 runtime.engine(case.sizes).run(pad(case.prompts()), 4, GreedyTokens(5))
 
     try:
-        within(20, run)
+        within(PATIENCE_S, run)
         return False
     except DiskOnFire as error:
         assert str(error) == "sector 7 is burning"
@@ -343,17 +350,17 @@ def test_a_worker_that_dies_ends_the_run(tiny: Tiny, tmp_path: Path, monkeypatch
                 runtime.engine(case.sizes).run(pad(case.prompts()), 4, GreedyTokens(5))
 
         with pytest.raises(RuntimeError, match="worker has died"):
-            within(20, run)
+            within(PATIENCE_S, run)
         assert transfer_threads() == [] and run_folders(tmp_path / "offload") == []
 
 
 @pytest.mark.parametrize("backend", ["inline", "threads", "one_memory"])
 def test_an_error_of_compute_ends_the_run_with_copies_on_their_way(tiny: Tiny, tmp_path: Path, backend: str) -> None:
     class Stumbling(GreedyTokens):
-        def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-            if step == 2:
+        def choose(self, requests: Sequence[int], steps: Sequence[int], logits: Tensor) -> Tensor:
+            if steps[0] == 2:
                 raise KeyboardInterrupt
-            return super().choose(step, rows, logits)
+            return super().choose(requests, steps, logits)
 
     case = Case(tiny(), small_block(), H2O(3, 4), ROUGH, True, BACKENDS[backend])
     with pytest.raises(KeyboardInterrupt), opened(case, tmp_path) as runtime:
@@ -375,21 +382,22 @@ def test_an_interrupted_block_does_not_spill_into_the_next(
         with opened(case, tmp_path) as runtime:
             engine = runtime.engine(case.sizes)
             with monkeypatch.context() as patch:
-                patch.setattr(block_work, "decode_attention", interrupted(interrupted_at))
+                patch.setattr(KVBuffer, "attend", interrupted(interrupted_at))
                 with pytest.raises(KeyboardInterrupt):
                     first_logits(engine, case, seed=7)
             assert torch.equal(first_logits(engine, case), expected), interrupted_at
 
 
-def interrupted(call: int) -> Callable[[Tensor, KVBuffer], Tensor]:
-    """decode_attention, but for Ctrl-C at one of its calls."""
+def interrupted(call: int) -> Callable[[KVBuffer, Tensor], Tensor]:
+    """KVBuffer.attend, but for Ctrl-C at one of its calls."""
     calls: list[int] = []
+    whole = KVBuffer.attend
 
-    def attend(query: Tensor, buffer: KVBuffer) -> Tensor:
+    def attend(buffer: KVBuffer, query: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == call:
             raise KeyboardInterrupt
-        return decode_attention(query, buffer)
+        return whole(buffer, query)
 
     return attend
 
@@ -434,10 +442,10 @@ BLOCK = Block(Policy(2, 2, 4), (8, 5, 3, 2))
 WIDTH, ROWS, UNITS = 8, 4, 2
 
 
-def stored_bytes(tiny_opt: TinyOpt, shapes: Shapes, unit: int = 1) -> int:
+def stored_bytes(tiny_opt: TinyOpt, page: Sequence[ParameterShape], unit: int = 1) -> int:
     """Bytes of parameters in memory; with a unit, each in whole ones."""
     layout = layout_of(tiny_opt)
-    sizes = [storage_of(name, shape, torch.float32, layout).nbytes for name, shape in shapes.items()]
+    sizes = [storage_of(parameter, torch.float32, layout).nbytes for parameter in page]
     return sum(-(-size // unit) * unit for size in sizes)
 
 
@@ -452,8 +460,8 @@ def streamed_bytes(tiny_opt: TinyOpt, unit: int) -> int:
     """Three layers in two buffers: the first and the last take turns in one, and the second stays in the other."""
     assert tiny_opt.config.num_hidden_layers == 3
     config = tiny_opt.config
-    layer = stored_bytes(tiny_opt, config.layer_shapes(), unit)
-    return stored_bytes(tiny_opt, config.outer_shapes(), unit) + (2 * GEN_LEN + 1) * layer
+    layer = stored_bytes(tiny_opt, config.layer, unit)
+    return stored_bytes(tiny_opt, config.outer, unit) + (2 * GEN_LEN + 1) * layer
 
 
 def kv_numbers(tiny_opt: TinyOpt, slots: int) -> tuple[int, int, int]:

@@ -16,9 +16,9 @@ from support.tiny_models import make_tiny_opt, save_tiny_opt
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.models import checkpoint as checkpoints
+from flexgen_h2o.models import registry
 from flexgen_h2o.models.checkpoint import DEMO_FOLDER, locate_model, open_checkpoint
 from flexgen_h2o.models.safetensors_header import read_header
-from flexgen_h2o.plan import model_config
 
 WAYS_OUT = ["--model or --path", "network", "--dummy-weights"]
 
@@ -258,7 +258,7 @@ def test_the_folder_in_use_is_never_written_to(tiny_folder: Path, tmp_path: Path
 def refusal_of(folder: Path) -> str:
     """The sentences with which a folder's weights are refused."""
     with pytest.raises(UsageError) as caught:
-        open_checkpoint(folder, model_config.from_folder(folder))
+        open_checkpoint(folder, registry.from_folder(folder))
     assert all(len(problem.splitlines()) == 1 and len(problem) < 1000 for problem in caught.value.problems)
     return " ".join(caught.value.problems)
 
@@ -362,7 +362,7 @@ def test_an_index_that_names_its_own_files_is_followed_through_links(sharded: Pa
     (sharded / "part-1.safetensors").rename(tmp_path / "blobs" / "0abc")
     (sharded / "part-1.safetensors").symlink_to(tmp_path / "blobs" / "0abc")
     write_index(sharded, {"weight_map": {"anything": "part-1.safetensors"}})
-    assert open_checkpoint(sharded, model_config.from_folder(sharded)).sources
+    assert open_checkpoint(sharded, registry.from_folder(sharded)).sources
 
 
 @pytest.mark.parametrize("content", [[], 3, {}, {"weight_map": []}, {"weight_map": None}, {"weight_map": {}}])

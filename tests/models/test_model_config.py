@@ -11,12 +11,20 @@ import pytest
 from support.tiny_models import VARIANTS, make_tiny_opt, tiny_config
 
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.plan.model_config import PUBLISHED_SIZES, ModelConfig, from_dict, from_folder, published
+from flexgen_h2o.models.opt_config import PUBLISHED_SIZES, OptConfig
+from flexgen_h2o.models.registry import facts_of, from_dict, from_folder, published
+from flexgen_h2o.plan.model_shape import ModelShape
 
 
 def parameters(model: Any) -> dict[str, tuple[int, ...]]:
     """transformers' parameters by their names relative to the decoder; a tied head is listed once."""
     return {name.removeprefix("model.decoder."): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def opt_settings(shape: ModelShape) -> OptConfig:
+    """What config.json says of OPT alone."""
+    assert isinstance(shape.settings, OptConfig)
+    return shape.settings
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -30,15 +38,16 @@ def test_a_folder_is_judged_by_its_config_and_not_by_its_name(tmp_path: Path) ->
     tiny_config("post_norm_projected").save_pretrained(folder)
     config = from_folder(folder)
     assert config.name == "opt-125m"
-    assert (config.num_hidden_layers, config.hidden_size, config.word_embed_proj_dim) == (2, 32, 16)
-    assert not config.do_layer_norm_before and not config.has_final_norm and config.has_embedding_projection
+    settings = opt_settings(config)
+    assert (config.num_hidden_layers, config.hidden_size, settings.word_embed_proj_dim) == (2, 32, 16)
+    assert not settings.do_layer_norm_before and not settings.has_final_norm and settings.has_embedding_projection
 
 
 def test_keys_that_are_left_out_take_the_defaults_of_transformers() -> None:
     from transformers import OPTConfig
 
-    mine, theirs = from_dict({}, "x"), OPTConfig()
-    for field in dataclasses.fields(ModelConfig):
+    mine, theirs = opt_settings(from_dict({}, "x")), OPTConfig()
+    for field in dataclasses.fields(OptConfig):
         if hasattr(theirs, field.name):
             assert getattr(mine, field.name) == getattr(theirs, field.name), field.name
     assert mine.remove_final_layer_norm == theirs._remove_final_layer_norm
@@ -71,7 +80,7 @@ def test_published_names_with_and_without_their_owner(name: str) -> None:
     config = published(name)
     assert published(f"facebook/{name}") == config
     assert config.name == name and config.max_position_embeddings == 2048
-    assert config.do_layer_norm_before == (name != "opt-350m")
+    assert opt_settings(config).do_layer_norm_before == (name != "opt-350m")
     assert config.head_dim * config.num_attention_heads == config.hidden_size
 
 
@@ -145,3 +154,52 @@ def test_eos_may_be_one_id_or_several_or_none(eos: Any, ids: tuple[int, ...], tm
 @pytest.mark.parametrize(("pad", "filler"), [(1, 1), (0, 0), (99, 99), (100, 0), (-1, 0), (None, 0)])
 def test_the_filler_is_always_a_valid_id(pad: int | None, filler: int) -> None:
     assert from_dict({"vocab_size": 100, "pad_token_id": pad}, "x").filler_token_id == filler
+
+
+@pytest.mark.parametrize("model_type", ["llama", None, 3, ["opt"], "x" * 1000])
+def test_of_another_family_nothing_else_is_judged(model_type: Any) -> None:
+    with pytest.raises(UsageError, match="model_type is .*only 'opt'") as caught:
+        from_dict({"model_type": model_type, "vocab_size": -5, "enable_bias": "no"}, "x", "folder/config.json")
+    assert len(caught.value.problems) == 1 and len(caught.value.problems[0]) < 200
+
+
+def test_settings_of_a_published_model_can_be_changed() -> None:
+    config = published("facebook/opt-350m", num_hidden_layers=1, ffn_dim=96)
+    assert (config.num_hidden_layers, config.intermediate_size, config.hidden_size) == (1, 96, 1024)
+    assert opt_settings(config).word_embed_proj_dim == 512
+    assert config.layer_shapes()["fc1.weight"] == (96, 1024)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_multiplied_with_is_told_from_what_is_looked_up(variant: str) -> None:
+    shape = from_dict(tiny_config(variant).to_dict(), "x")
+    kinds = {name: parameter.kind for name, parameter in shape.parameters().items()}
+    assert {name for name, kind in kinds.items() if kind == "table"} == {"embed_positions.weight"}
+    for name, parameter in shape.parameters().items():
+        assert (parameter.kind == "vector") == (len(parameter.shape) == 1), name
+        assert parameter.mean == (1.0 if name.endswith("norm.weight") else 0.0), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_elements_of_products_by_hand(variant: str) -> None:
+    shape = from_dict(tiny_config(variant).to_dict(), "x")
+    hidden, embed = shape.hidden_size, opt_settings(shape).word_embed_proj_dim
+    assert shape.qkv_elements == 3 * hidden**2
+    assert shape.layer_elements == 4 * hidden**2 + 2 * hidden * shape.intermediate_size
+    assert shape.head_elements == shape.vocab_size * embed + (hidden * embed if embed != hidden else 0)
+    assert shape.num_key_value_heads * shape.head_dim == hidden
+
+
+def test_the_same_architecture_has_the_same_identity() -> None:
+    assert published("opt-125m").identity == published("facebook/opt-125m").identity
+    assert published("opt-125m").identity != published("opt-125m", eos_token_ids=(7,)).identity
+    # As it was when the first folders of weights and of jobs were named after it: they are found again.
+    assert published("opt-125m").identity.startswith("ModelConfig(name='opt-125m', vocab_size=50272, hidden_size=768,")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_config_that_is_written_is_read_as_the_same_model(variant: str) -> None:
+    shape = from_dict(tiny_config(variant).to_dict(), "x")
+    tokens = {"bos_token_id": shape.bos_token_id, "eos_token_id": list(shape.eos_token_ids)}
+    written = {**facts_of(shape.family).config_values(shape), **tokens, "pad_token_id": shape.pad_token_id}
+    assert from_dict(written, "x") == shape

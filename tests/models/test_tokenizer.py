@@ -12,8 +12,8 @@ import pytest
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.models.checkpoint import DEMO_FOLDER
+from flexgen_h2o.models.registry import from_folder
 from flexgen_h2o.models.tokenizer import Tokenizer, load_tokenizer
-from flexgen_h2o.plan.model_config import from_folder
 
 TEXTS = ["Hello there", " leading space", "", "two\nlines", "\u00e9\u00e8 \u4e2d", "trailing "]
 PARTS = [[43, 563, 82, 425]]  # "Hello there"

@@ -13,7 +13,8 @@ from support.tiny_models import VARIANTS, tiny_config
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.plan.model_config import ModelConfig, from_dict, published
+from flexgen_h2o.models.registry import from_dict, published
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.plan.placement import TIERS, Percent, Tier, achieved, place_weights, spread
 from flexgen_h2o.plan.policy import Policy
 
@@ -26,7 +27,7 @@ def weights_percent(gpu: float, cpu: float) -> Percent:
     return Percent(weights_gpu=gpu, weights_cpu=cpu)
 
 
-def elements(config: ModelConfig, homes: dict[str, Tier]) -> dict[Tier, int]:
+def elements(config: ModelShape, homes: dict[str, Tier]) -> dict[Tier, int]:
     """Elements on each tier."""
     found: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for name, shape in config.shapes().items():
@@ -34,7 +35,7 @@ def elements(config: ModelConfig, homes: dict[str, Tier]) -> dict[Tier, int]:
     return found
 
 
-def assert_weights_as_asked(config: ModelConfig, gpu: float, cpu: float) -> None:
+def assert_weights_as_asked(config: ModelShape, gpu: float, cpu: float) -> None:
     homes = dict(place_weights(config, weights_percent(gpu, cpu).weights))
     assert homes.keys() == config.shapes().keys()
     total, largest = _total_and_largest(config)
@@ -47,12 +48,12 @@ def assert_weights_as_asked(config: ModelConfig, gpu: float, cpu: float) -> None
     assert_neighbours_alike(config, homes)
 
 
-def _total_and_largest(config: ModelConfig) -> tuple[int, int]:
+def _total_and_largest(config: ModelShape) -> tuple[int, int]:
     sizes = [math.prod(shape) for shape in config.shapes().values()]
     return sum(sizes), max(sizes)
 
 
-def assert_neighbours_alike(config: ModelConfig, homes: dict[str, Tier]) -> None:
+def assert_neighbours_alike(config: ModelShape, homes: dict[str, Tier]) -> None:
     """Two layers that follow one another differ by one tensor at most at each of the two boundaries."""
     layers = [[homes[f"layers.{n}.{name}"] for name in config.layer_shapes()] for n in range(config.num_hidden_layers)]
     for one, other in itertools.pairwise(layers):

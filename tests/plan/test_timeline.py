@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,26 @@ def test_links_are_busy_while_they_work_and_not_while_they_wait(make: Any) -> No
     transfer.close()
     spans = {span.work: span for span in transfer.timeline.spans if span.lane != STALL}
     assert spans["slow"].end_s - spans["slow"].start_s >= 0.05
-    assert spans["after"].end_s - spans["after"].start_s < 0.04
     assert spans["after"].start_s >= spans["slow"].end_s
 
 
 def test_only_compute_stalls() -> None:
-    transfer = ThreadTransfer()
+    waiting = threading.Event()
+
+    class Noting(Timeline):
+        def span(self, lane: str, work: object) -> AbstractContextManager[None]:
+            if lane == STALL:
+                waiting.set()
+            return super().span(lane, work)
+
+    transfer = ThreadTransfer(timeline=Noting())
     first = transfer.submit("disk_read", lambda: time.sleep(0.05))
     transfer.submit("host", lambda: None, [first])
     transfer.drain()
     assert STALL not in transfer.timeline.busy_now()
-    transfer.submit("disk_read", lambda: time.sleep(0.05)).wait()
+    transfer.submit("disk_read", lambda: waiting.wait(60)).wait()  # not done before it is waited for
     transfer.close()
-    assert transfer.timeline.busy_now()[STALL] >= 0.03
+    assert transfer.timeline.busy_now()[STALL] > 0
 
 
 def test_sums_are_exact_from_many_threads() -> None:
@@ -93,7 +101,7 @@ def test_a_run_that_streams_weights_leaves_a_trace(tmp_path: Path, monkeypatch: 
         if event["ph"] == "X":
             busy[lanes[event["tid"]]] += event["dur"] / 1e6
     assert {"compute", "disk_read"} <= set(busy)
-    assert any(event["name"].startswith("Project(token=2, layer=3") for event in events)
+    assert any(event["name"].startswith("Project(layer=3") for event in events)
     phases = report["phases"].values()
     reported = sum(phase["busy_s"]["compute"] for phase in phases)
     assert reported == pytest.approx(busy["compute"] - busy[STALL], rel=0.01, abs=1e-3)

@@ -13,6 +13,7 @@ import pytest
 from support.commands import call
 
 from flexgen_h2o import profile_hardware
+from flexgen_h2o.machine.environment import default_name
 from flexgen_h2o.profiling import disk, settings
 from flexgen_h2o.profiling.disk import Disk
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
@@ -74,7 +75,7 @@ def test_a_file_comes_out_and_nothing_else_stays(scene: Path) -> None:
         assert hardware.gemm_flops(dtype, 4) > 0 and hardware.attention_bytes_s(dtype, 64) > 0
     assert min(hardware.prefill_s_per_byte(8) or 0, hardware.layer_bytes_s() or 0) > 0
     assert min(hardware.choice_values_s() or 0, hardware.new_bytes_s() or 0) > 0
-    assert 0 < hardware.operation_s("products") < 0.1 and 0 < hardware.operation_s("attention") < 0.1
+    assert min(hardware.operation_s("products"), hardware.operation_s("attention")) > 0
     assert all(rate.trials == 5 and rate.source == "measured" for rate in hardware.rates.values())
     assert min(hardware.read_bytes_s(), hardware.copy_bytes_s(), hardware.disk_read_bytes_s()) > 0
     assert min(hardware.disk_write_bytes_s(), hardware.disk_read_cpu_s_per_byte()) > 0
@@ -172,5 +173,5 @@ def test_without_a_name_for_it_the_file_goes_among_the_policies(scene: Path, mon
 
 def test_names_of_machines() -> None:
     machine = {"cpu": "AMD EPYC", "gpu": "Tesla T4", "cores": 8}
-    assert profile_hardware.default_name(machine, "cpu") == "amd-epyc-8-cores"
-    assert profile_hardware.default_name(machine, "cuda") == "tesla-t4-8-cores"
+    assert default_name(machine, "cpu") == "amd-epyc-8-cores"
+    assert default_name(machine, "cuda") == "tesla-t4-8-cores"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT
 
+pytestmark = pytest.mark.xdist_group("control groups")
 SCRIPT = ROOT / "scripts" / "limit.sh"
 MB = 2**20
 

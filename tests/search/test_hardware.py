@@ -17,9 +17,10 @@ import pytest
 from support.commands import ROOT
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.machine.environment import slug
 from flexgen_h2o.search import hardware_files as hardware_module
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
-from flexgen_h2o.search.hardware_files import default_folder, find_hardware, slug
+from flexgen_h2o.search.hardware_files import default_folder, find_hardware
 from flexgen_h2o.search.hardware_summary import summary
 from flexgen_h2o.search.rates import Rate, unit_of
 

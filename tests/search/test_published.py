@@ -9,7 +9,7 @@ import pytest
 from support.commands import ROOT
 from support.planning import T4
 
-from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.search.flexgen_model import FlexgenRun, flexgen_times, whole_tensor_shares
 from flexgen_h2o.search.published import FITTED, Comparison, compare, fitted, read_rows, summary, table

@@ -13,10 +13,11 @@ from support.planning import T4, T4_MEMORY, job, machine, on_t4
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.memory_sizes import GB
-from flexgen_h2o.engine.assemble import STAGED_BYTES, RunSizes
+from flexgen_h2o.engine.assemble import RunSizes
 from flexgen_h2o.engine.assemble import predict as ledger_of
-from flexgen_h2o.kvcache.eviction.rules import RULES
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.machine.platform import Platform
+from flexgen_h2o.plan.footprint import STAGED_BYTES
 from flexgen_h2o.plan.placement import Percent, Tier
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import LANES, CostModel
@@ -35,7 +36,7 @@ FEWEST = Choices(gpu_batch_size=(4, 16))
 def fits_by_dry_run(one: Job, found: Found, budgets: dict[Tier, float | None]) -> bool:
     """Whether the run's own ledger stays within the budgets, pinned staging added."""
     platform = Platform(torch.device("meta"), {}, joint=one.joint, baseline=DEFAULT_BASELINE)
-    sizes = RunSizes(RULES["h2o"](one.heavy, one.recent), found.policy.block_rows, one.prompt_len)
+    sizes = RunSizes(H2O(one.heavy, one.recent), found.policy.block_rows, one.prompt_len)
     ledger = ledger_of(one.config, torch.float16, found.policy, platform, sizes)
     staging = {"gpu": 0, "cpu": 0 if one.joint else STAGED_BYTES, "disk": 0}
     return all(
@@ -170,7 +171,7 @@ def test_few_prompts_make_equal_blocks() -> None:
     assert one.policy.block_rows == 8
 
 
-def test_opt_175b_needs_the_disk_and_takes_seconds_to_plan() -> None:
+def test_opt_175b_needs_the_disk() -> None:
     budgets: dict[Tier, float | None] = {**T4_MEMORY, "disk": 1500.0 * GB}
     found = find(on_t4("opt-175b"), budgets, Choices(gpu_batch_size=(8, 32)), uses_disk=False)
     assert found.projection.peak_bytes("disk") > 100 * GB

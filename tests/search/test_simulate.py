@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,13 +82,15 @@ def test_a_layer_ends_when_the_cpu_has_attended() -> None:
     slow = machine(**{"attention/cpu/float16/64": 1e9})
     policy = Policy(4, 4, 8, Percent(100, 0, 0, 100, 100, 0), cpu_cache_compute=True)
     spans = simulate(CostModel(job("opt-125m", 64, 4), slow), policy).spans
-    attended = {(s.work.token, s.work.layer, s.work.unit): s.end_s for s in spans if s.lane == "host"}  # type: ignore[attr-defined]
-    ends = [s for s in spans if isinstance(s.work, Finish) and s.work.token]
+    attended = {(s.work.step, s.work.layer, s.work.unit): s.end_s for s in spans if s.lane == "host"}  # type: ignore[attr-defined]
+    ends = [s for s in spans if isinstance(s.work, Finish) and s.work.group.phase == "decode"]
     assert len(ends) == 3 * 12 * 2 and len(attended) == 3 * 12 * 4
-    for span in ends:
+    steps: Counter[tuple[int, int]] = Counter()  # of a layer and a group, so far
+    for span in sorted(ends, key=lambda span: span.start_s):
         assert isinstance(span.work, Finish)
-        units = span.work.group.units
-        assert span.start_s >= max(attended[span.work.token, span.work.layer, unit] for unit in units)
+        layer, group = span.work.layer, span.work.group
+        steps[layer, group.index] += 1
+        assert span.start_s >= max(attended[steps[layer, group.index], layer, unit] for unit in group.units)
 
 
 def test_a_full_cache_grows() -> None:

@@ -9,16 +9,17 @@ from hypothesis import strategies as st
 from support.planning import job
 
 from flexgen_h2o.basics.memory_sizes import HUGE_PAGE, whole_pages
-from flexgen_h2o.engine.assemble import STAGED_BYTES, RunSizes, predict
-from flexgen_h2o.kernels.matrices import best_layout
-from flexgen_h2o.kvcache.eviction.rules import RULES
+from flexgen_h2o.engine.assemble import RunSizes, predict
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory.tiers import Ledger
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.plan.footprint import STAGED_BYTES
 from flexgen_h2o.plan.four_bit_sizes import entry_bytes
-from flexgen_h2o.plan.model_config import published
 from flexgen_h2o.plan.placement import TIERS, Percent, spread
 from flexgen_h2o.plan.policy import Policy
-from flexgen_h2o.search.sizes import DEFAULT_BASELINE, STAGING_BYTES, Job, MemoryPlan
+from flexgen_h2o.search.sizes import DEFAULT_BASELINE, Job, MemoryPlan
 
 PERCENTS = [
     Percent(),
@@ -32,7 +33,7 @@ PERCENTS = [
 
 
 def ledger_of(job: Job, policy: Policy) -> Ledger:
-    rule = RULES["h2o"](job.heavy, job.recent)
+    rule = H2O(job.heavy, job.recent)
     platform = Platform(torch.device("meta"), {}, joint=job.joint, baseline=DEFAULT_BASELINE)
     sizes = RunSizes(rule, policy.block_rows, job.prompt_len)
     return predict(job.config, torch.float16, policy, platform, sizes)
@@ -86,7 +87,7 @@ def test_weights_in_4_bits_in_the_layout_that_a_cpu_takes(model: str, percent: P
     policy = Policy(4, 3, percent=percent, compress_weight=True, compress_cache=True)
     layout = best_layout(torch.device("cpu"), torch.bfloat16, one.config.matrix_shapes(), True)
     platform = Platform(torch.device("cpu"), {}, baseline=DEFAULT_BASELINE, matrix_layout=layout)
-    sizes = RunSizes(RULES["h2o"](one.heavy, one.recent), policy.block_rows, one.prompt_len)
+    sizes = RunSizes(H2O(one.heavy, one.recent), policy.block_rows, one.prompt_len)
     counted = predict(one.config, torch.bfloat16, policy, platform, sizes)
     planned = MemoryPlan(one, policy).peaks()
     for tier in TIERS:
@@ -112,10 +113,6 @@ def test_4_bits_take_what_their_groups_take() -> None:
     plain, packed = (MemoryPlan(job("opt-30b"), Policy(compress_weight=on)) for on in (False, True))
     ratio = packed.lines["gpu"]["weights"] / plain.lines["gpu"]["weights"]
     assert ratio == pytest.approx(4.5 / 16, rel=0.01)
-
-
-def test_staging_is_what_the_links_stage() -> None:
-    assert STAGING_BYTES == STAGED_BYTES
 
 
 def test_achieved_shares_are_whole_units() -> None:

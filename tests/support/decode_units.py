@@ -14,9 +14,11 @@ from torch import Tensor
 
 from flexgen_h2o.kernels import decode, native
 from flexgen_h2o.kernels import four_bits as quant
+from flexgen_h2o.kernels.decode_unit import DecodeUnit
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEAD_DIMS = [1, 3, 8, 16, 20, 24, 32, 48, 64, 80, 96, 128, 144, 256]
+REGIONS = ("heavy_keys", "heavy_values", "ring_keys", "ring_values")
 WIDTHS = {"portable": 1, "AVX2": 8, "AVX-512": 16, "AVX-512 BF16": 16}
 EPSILON = 2.0**-23  # float32's
 # Half of the distance between neighbours: relative to a normal number, and in absolute terms for subnormal ones.
@@ -37,32 +39,78 @@ class Unit:
     """Arguments of attend_with_torch()."""
 
     query: Tensor
-    heavy_keys: Tensor
-    heavy_values: Tensor
-    ring_keys: Tensor
-    ring_values: Tensor
-    scores: Tensor
-    losers: Tensor
-    heavy_len: int
-    ring_len: int
-    accumulates: bool = True
-    decay: float = 1.0
+    kv: DecodeUnit
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        return tuple(vars(self).values())
+    def arguments(self) -> tuple[Tensor, DecodeUnit]:
+        return self.query, self.kv
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The query and what the KV consists of, by name."""
+        return {"query": self.query, **tensors_of(self.kv)}
+
+    def changed(self, query: Tensor | None = None, **changes: Any) -> Unit:
+        """The same with another query, or other fields of the KV."""
+        return Unit(self.query if query is None else query, replace(self.kv, **changes))
 
     def copy(self, dtype: torch.dtype | None = None) -> Unit:
         """With memory of its own; query, keys and values in another precision if one is given."""
-        tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
-        for name in ("query", "heavy_keys", "heavy_values", "ring_keys", "ring_values"):
+        tensors = {name: value.clone() for name, value in self.tensors().items()}
+        for name in ("query", *REGIONS):
             tensors[name] = tensors[name].to(dtype or tensors[name].dtype)
-        return replace(self, **tensors)
+        return self.changed(**tensors)
 
     def live(self, slots: Tensor) -> Tensor:
         """The live ones of [rows, heads, slots], heavy first."""
-        heavy = self.heavy_keys.shape[2]
-        return torch.cat((slots[..., : self.heavy_len], slots[..., heavy : heavy + self.ring_len]), dim=-1)
+        heavy = self.kv.heavy_slots
+        return torch.cat((slots[..., : self.kv.heavy_len], slots[..., heavy : heavy + self.kv.ring_len]), dim=-1)
+
+
+def tensors_of(kv: DecodeUnit) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(kv).items() if isinstance(value, Tensor)}
+
+
+def copy_of(kv: DecodeUnit) -> DecodeUnit:
+    """The same with memory of its own."""
+    return replace(kv, **{name: value.clone() for name, value in tensors_of(kv).items()})
+
+
+def empty_kv(
+    rows: int, heads: int, head_dim: int, heavy: int, ring: int, heavy_dtype: torch.dtype, ring_dtype: torch.dtype
+) -> DecodeUnit:
+    """KV into which no token has entered; uint8 is in 4 bits."""
+
+    def entries(slots: int, dtype: torch.dtype) -> Tensor:
+        size = quant.entry_bytes(head_dim) if dtype == torch.uint8 else head_dim
+        return torch.zeros(rows, heads, slots, size, dtype=dtype)
+
+    state = (rows, heads, heavy + ring)
+    return DecodeUnit(
+        *(entries(heavy, heavy_dtype) for _ in range(2)),
+        *(entries(ring, ring_dtype) for _ in range(2)),
+        scores=torch.full(state, -math.inf),
+        columns=torch.full(state, -1, dtype=torch.int32),
+        losers=torch.zeros(rows, heads, dtype=torch.int32),
+        heavy_len=0,
+        ring_len=0,
+    )
+
+
+def entered(kv: DecodeUnit) -> tuple[Tensor, ...]:
+    """What enter() writes."""
+    return *kv.regions, kv.scores, kv.columns
+
+
+def find_losers(kv: DecodeUnit) -> None:
+    """As attention finds them."""
+    if kv.heavy_slots:
+        kv.losers.copy_(kv.scores[..., : kv.heavy_slots].min(dim=-1).indices)
+
+
+def some_scores(rows: int, heads: int, pads: Tensor, column: int, generator: torch.Generator) -> Tensor:
+    """Initial scores of a token, [rows, heads]: few, often equal, each head's its own; -inf of the first `pads`."""
+    scores = torch.randint(0, 2, (rows, heads), generator=generator).float()
+    return scores.masked_fill(column < pads[:, None], -math.inf)
 
 
 def make_unit(
@@ -94,17 +142,20 @@ def make_unit(
     is_live[..., : heavy[1]] = is_live[..., heavy[0] : heavy[0] + ring[1]] = True
     is_live &= torch.rand(scores.shape, generator=generator) >= empty
     is_live[..., heavy[0] + ring[1] - 1] = True
-    return Unit(
-        (normal(1, head_dim) * head_dim**-0.5).to(query_dtype or dtype),
+    query = (normal(1, head_dim) * head_dim**-0.5).to(query_dtype or dtype)
+    kv = DecodeUnit(
         *(
             quant.encode(normal(slots, head_dim)) if name in in_4_bits.split() else normal(slots, head_dim).to(dtype)
             for name, slots in (("heavy", heavy[0]), ("heavy", heavy[0]), ("ring", ring[0]), ("ring", ring[0]))
         ),
         scores=torch.where(is_live, random, scores),
+        columns=torch.where(is_live, torch.arange(scores.shape[2]), -1).to(torch.int32),
         losers=torch.full((rows, heads), 77, dtype=torch.int32),
         heavy_len=heavy[1],
         ring_len=ring[1],
+        accumulates=True,
     )
+    return Unit(query, kv)
 
 
 def attend(path: str, unit: Unit, threads: int = 1) -> Tensor:
@@ -112,9 +163,7 @@ def attend(path: str, unit: Unit, threads: int = 1) -> Tensor:
     library = native.library()
     assert library is not None
     output = torch.empty_like(unit.query)
-    described = decode.describe(*unit.arguments[:7], output)
-    described.heavy_len, described.ring_len = unit.heavy_len, unit.ring_len
-    described.accumulates, described.decay = unit.accumulates, unit.decay
+    described = decode.describe(*unit.arguments, output)
     described.threads, described.path = threads, native.PATHS.index(path)
     library.flexgen_h2o_decode_attention(ctypes.byref(described))
     return output
@@ -161,22 +210,22 @@ def attend_exactly(unit: Unit) -> Exact:
     def live(name: str) -> tuple[Tensor, Tensor]:
         """Entries of both regions, and their magnitudes."""
         parts = [
-            decode_exactly(getattr(unit, f"{region}_{name}")[:, :, :length], head_dim)
-            for region, length in (("heavy", unit.heavy_len), ("ring", unit.ring_len))
+            decode_exactly(getattr(unit.kv, f"{region}_{name}")[:, :, :length], head_dim)
+            for region, length in (("heavy", unit.kv.heavy_len), ("ring", unit.kv.ring_len))
         ]
         entries, magnitudes = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
         return entries, magnitudes
 
     (keys, key_magnitudes), (values, value_magnitudes) = live("keys"), live("values")
-    query, scores = unit.query.double(), unit.live(unit.scores).double()
+    query, scores = unit.query.double(), unit.live(unit.kv.scores).double()
     is_empty = scores == -math.inf
     logits = (keys * query).sum(-1)
     logits[is_empty] = -math.inf
     powers = (logits - logits.amax(-1, keepdim=True)).exp()
     weights = powers / powers.sum(-1, keepdim=True)
-    added = torch.where(is_empty, scores, unit.decay * scores + weights) if unit.accumulates else scores
+    added = torch.where(is_empty, scores, unit.kv.decay * scores + weights) if unit.kv.accumulates else scores
     output = (weights[..., None] * values).sum(2, keepdim=True)
-    in_4_bits = unit.heavy_values.dtype == torch.uint8
+    in_4_bits = unit.kv.heavy_values.dtype == torch.uint8
     logit_error = (head_dim + 4 * in_4_bits) * EPSILON * (key_magnitudes * query.abs()).sum(-1).amax(-1, keepdim=True)
     relative = 2 * logit_error + (keys.shape[2] + 8) * EPSILON
     is_cut = in_4_bits and unit.query.dtype != torch.float32
@@ -194,14 +243,14 @@ def check_against_float64(unit: Unit, call: Callable[[Unit], Tensor]) -> None:
     output = call(ran)
     assert output.dtype == unit.query.dtype and output.shape == unit.query.shape
     assert bool(((output.double() - exact.output).abs() <= exact.output_bound).all())
-    scores = ran.live(ran.scores).double()
+    scores = ran.live(ran.kv.scores).double()
     assert bool((scores.isneginf() == exact.scores.isneginf()).all())
     finite = exact.scores.isfinite()
     assert bool((scores[~finite] == exact.scores[~finite]).all())
     bound = exact.weights_bound + exact.scores.abs() * 2 * EPSILON
     assert bool(((scores - exact.scores).abs() <= bound)[finite].all())
-    if unit.heavy_keys.shape[2]:
-        assert ran.losers.tolist() == [[lowest(head, unit.heavy_keys.shape[2]) for head in row] for row in ran.scores]
+    if unit.kv.heavy_slots:
+        assert ran.kv.losers.tolist() == [[lowest(head, unit.kv.heavy_slots) for head in row] for row in ran.kv.scores]
 
 
 def lowest(scores: Tensor, heavy: int) -> int:

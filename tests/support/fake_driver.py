@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from flexgen_h2o.bench.drivers.common import EngineAbsent, EngineRefused, Generation, Loaded, Settings, StartAgain
 
 MB = 2**20
+FOREVER_S = 3600  # whoever waits for the end of it has not ended it
 
 
 def load(settings: Settings) -> Loaded:
@@ -53,13 +54,13 @@ def fail_to_allocate() -> None:
 
 def take_memory() -> None:
     held = bytearray(400 * MB)
-    time.sleep(60)
+    time.sleep(FOREVER_S)
     del held
 
 
 def hang() -> None:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    time.sleep(60)
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])
+    time.sleep(FOREVER_S)
 
 
 def crash() -> None:

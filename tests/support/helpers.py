@@ -14,16 +14,15 @@ from torch import Tensor
 from flexgen_h2o.engine.assemble import RunSizes, Runtime
 from flexgen_h2o.engine.block import PromptBlock, pad_prompts
 from flexgen_h2o.engine.loop import BlockTimes, Engine
-from flexgen_h2o.kernels.matrices import best_layout
+from flexgen_h2o.kernels.matrices.choice import best_layout
 from flexgen_h2o.kvcache.buffer import KVBuffer
-from flexgen_h2o.kvcache.eviction.rules import EvictionRule
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory.workspace import Workspace
-from flexgen_h2o.models.layers import Parameters
-from flexgen_h2o.plan.model_config import ModelConfig
+from flexgen_h2o.models.base import Parameters, TensorSource
+from flexgen_h2o.plan.model_shape import ModelShape
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.schedule import OUTER
-from flexgen_h2o.weights.sources import TensorSource
 from flexgen_h2o.weights.store import Progress
 
 IN_MEMORY = Platform(torch.device("cpu"))
@@ -57,7 +56,7 @@ def dense(parameters: Parameters) -> dict[str, Tensor]:
 
 
 def place(
-    config: ModelConfig, dtype: torch.dtype, source: TensorSource, progress: Progress = lambda nbytes: None
+    config: ModelShape, dtype: torch.dtype, source: TensorSource, progress: Progress = lambda nbytes: None
 ) -> PlacedWeights:
     """Places parameters in memory through the package, matrices row-major."""
     runtime = Runtime(config, dtype, Policy(), IN_MEMORY)
@@ -74,7 +73,7 @@ class TinyOpt:
 
     model: Any
     folder: Path
-    config: ModelConfig
+    config: ModelShape
     weights: PlacedWeights
 
     def source(self) -> TensorSource:
@@ -135,14 +134,16 @@ class ForcedTokens:
         self.forced = forced
         self.logits: list[Tensor] = []
 
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
+    def choose(self, requests: Sequence[int], steps: Sequence[int], logits: Tensor) -> Tensor:
+        step, rows = steps[0], list(requests)
+        assert set(steps) == {step}  # rows of a block that begin together
         if step == len(self.logits):
             self.logits.append(torch.full((len(self.forced), logits.shape[-1]), torch.nan))
         self.logits[step][rows] = logits
         return self.forced[rows, step] if step < self.forced.shape[1] else logits.argmax(dim=-1)
 
-    def finished(self) -> bool:
-        return False
+    def finished(self) -> Sequence[int]:
+        return ()
 
     def all_logits(self) -> Tensor:
         """[rows, steps, vocab_size]."""
@@ -161,24 +162,25 @@ class GreedyTokens(ForcedTokens):
         self.steps = steps
         self.tokens: list[Tensor] = []
 
-    def choose(self, step: int, rows: slice, logits: Tensor) -> Tensor:
-        chosen = super().choose(step, rows, logits)
-        if step == len(self.tokens):
+    def choose(self, requests: Sequence[int], steps: Sequence[int], logits: Tensor) -> Tensor:
+        chosen = super().choose(requests, steps, logits)
+        if steps[0] == len(self.tokens):
             self.tokens.append(torch.full((len(self.forced),), -1))
-        self.tokens[step][rows] = chosen
+        self.tokens[steps[0]][list(requests)] = chosen
         return chosen
 
-    def finished(self) -> bool:
-        return self.steps is not None and len(self.tokens) >= self.steps
+    def finished(self) -> Sequence[int]:
+        is_done = self.steps is not None and len(self.tokens) >= self.steps
+        return range(len(self.forced)) if is_done else ()
 
 
-def random_ids(config: ModelConfig, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+def random_ids(config: ModelShape, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Random token ids, one list for each length."""
     rng = random.Random(seed)
     return [[rng.randrange(config.vocab_size) for _ in range(length)] for length in lengths]
 
 
-def random_forced(config: ModelConfig, rows: int, steps: int, seed: int = 1) -> Tensor:
+def random_forced(config: ModelShape, rows: int, steps: int, seed: int = 1) -> Tensor:
     """[rows, steps] random token ids."""
     return torch.tensor(random_ids(config, [steps] * rows, seed), dtype=torch.int64).view(rows, steps)
 

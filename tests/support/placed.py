@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.engine.assemble import BASELINE_LINE, RunSizes, Runtime
-from flexgen_h2o.kernels.matrices import MatrixLayout, best_layout
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local, Sink
+from flexgen_h2o.engine.assemble import RunSizes, Runtime
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kernels.matrices.layout import MatrixLayout
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.sink import Sink
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.memory.tiers import Ledger
 from flexgen_h2o.memory.transfer import InlineTransfer, ThreadTransfer, Transfer
+from flexgen_h2o.plan.names import Line
 from flexgen_h2o.plan.placement import Percent, Tier
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.weights.files import WeightFolder
@@ -152,7 +158,7 @@ def run_folders(offload_dir: Path) -> list[Path]:
 def largest_lines(ledger: Ledger) -> dict[str, Mapping[str, int]]:
     """What each line has held at most, by tier, but for the size of this process."""
     return {
-        tier: {line: size for line, size in account.largest.items() if size and line != BASELINE_LINE}
+        tier: {line: size for line, size in account.largest.items() if size and line != Line.BASELINE}
         for tier, account in ledger.accounts.items()
     }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from flexgen_h2o.basics.memory_sizes import GB
-from flexgen_h2o.plan.model_config import published
+from flexgen_h2o.kvcache.eviction.spec import EvictionSpec
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.plan.placement import Tier
-from flexgen_h2o.plan.policy import EvictionSpec, Policy
+from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.search.cost_model import CostModel, Lanes
 from flexgen_h2o.search.hardware import Hardware, read_hardware
 from flexgen_h2o.search.rates import Rate, unit_of

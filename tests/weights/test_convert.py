@@ -18,10 +18,10 @@ from support.helpers import TinyOpt, dense
 from flexgen_h2o import LLM, convert
 from flexgen_h2o.kernels import four_bits as quant
 from flexgen_h2o.memory import run_folder as disk
+from flexgen_h2o.plan.model_shape import full_name
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.plan.schedule import OUTER
 from flexgen_h2o.weights.files import WeightFolder
-from flexgen_h2o.weights.store import full_name
 
 Tiny = Callable[..., TinyOpt]
 
@@ -63,7 +63,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def source(checkpoint: Any) -> Callable[[Sequence[str]], Any]:
         return lambda names: asked.extend(names) or checkpoint.tensors(frozenset(names))
 
-    monkeypatch.setattr("flexgen_h2o.llm.checkpoint_source", source)
+    monkeypatch.setattr("flexgen_h2o.models.checkpoint.Checkpoint.source", source)
     return asked
 
 

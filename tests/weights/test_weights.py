@@ -24,13 +24,15 @@ from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.memory_sizes import PAGE, whole_pages
 from flexgen_h2o.engine.assemble import Runtime
 from flexgen_h2o.kernels import four_bits as quant
-from flexgen_h2o.kernels.matrices import PlainLayout, best_layout
+from flexgen_h2o.kernels.matrices.choice import best_layout
+from flexgen_h2o.kernels.matrices.plain import PlainLayout
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.plan.model_config import ModelConfig, from_dict, from_folder, published
+from flexgen_h2o.models.registry import from_dict, from_folder, published
+from flexgen_h2o.plan.model_shape import ModelShape, full_name
 from flexgen_h2o.plan.placement import Percent
 from flexgen_h2o.plan.schedule import OUTER
-from flexgen_h2o.weights.sources import checkpoint_source, dummy_source
-from flexgen_h2o.weights.store import full_name, weight_bytes, weight_places
+from flexgen_h2o.weights.sources import dummy_source
+from flexgen_h2o.weights.store import weight_bytes, weight_places
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
@@ -64,8 +66,8 @@ def write(folder: Path, tensors: Tensors, *, shards: int = 0, pickled: bool = Fa
     return folder
 
 
-def load(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> PlacedWeights:
-    return place(config, dtype, checkpoint_source(open_checkpoint(folder, config)))
+def load(folder: Path, config: ModelShape, dtype: torch.dtype = torch.float32) -> PlacedWeights:
+    return place(config, dtype, open_checkpoint(folder, config).source())
 
 
 def assert_holds(weights: PlacedWeights, expected: Tensors) -> None:
@@ -155,7 +157,7 @@ def test_parameters_are_converted_once(
 def test_progress_is_told_every_byte_once(tied: TinyOpt, tmp_path: Path) -> None:
     write(tmp_path, bare(tied), shards=3)
     told: list[int] = []
-    source = checkpoint_source(open_checkpoint(tmp_path, tied.config))
+    source = open_checkpoint(tmp_path, tied.config).source()
     weights = place(tied.config, torch.bfloat16, source, told.append)
     assert len(told) == len(tied.config.shapes()) and sum(told) == weights.nbytes
 
@@ -173,7 +175,7 @@ def test_loaded_weights_do_not_need_the_files_any_more(tied: TinyOpt, tmp_path: 
 # --- broken ones ---
 
 
-def refusal(folder: Path, config: ModelConfig) -> list[str]:
+def refusal(folder: Path, config: ModelShape) -> list[str]:
     with pytest.raises(UsageError) as caught:
         open_checkpoint(folder, config)
     return caught.value.problems
@@ -417,13 +419,13 @@ LOADER = """
 import sys
 from pathlib import Path
 import torch
-from flexgen_h2o.plan.model_config import from_folder
+from flexgen_h2o.models.registry import from_folder
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.kernels.matrices import best_layout
+from flexgen_h2o.kernels.matrices.choice import best_layout
 from flexgen_h2o.machine.platform import Platform
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.engine.assemble import Runtime
-from flexgen_h2o.weights.sources import checkpoint_source
+
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -440,7 +442,7 @@ checked = status("VmHWM")
 dtype, cpu = getattr(torch, sys.argv[2]), torch.device("cpu")
 platform = Platform(cpu, matrix_layout=best_layout(cpu, dtype, config.matrix_shapes(), sys.argv[3] == "4-bit"))
 runtime = Runtime(config, dtype, Policy(), platform)
-runtime.load(checkpoint_source(checkpoint), lambda nbytes: None)
+runtime.load(checkpoint.source(), lambda nbytes: None)
 print(checked - before, status("VmHWM") - before, runtime.weights.nbytes)
 """
 

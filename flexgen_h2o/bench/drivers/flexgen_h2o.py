@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.bench.drivers.common import EngineRefused, Generation, Loaded, Settings
 from flexgen_h2o.bench.roofline import with_slower_disk
-from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.planning import Workload, choose_policy, predicted
-from flexgen_h2o.jobs.report import machine_name
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.machine.environment import machine_name
 from flexgen_h2o.plan.placement import TIERS, Percent
 from flexgen_h2o.plan.policy_files import policy_fields
+from flexgen_h2o.plan.sampling import SamplingParams
 from flexgen_h2o.profiling.quick import find_or_measure
 from flexgen_h2o.search.hardware import Hardware
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from flexgen_h2o.evaluation.analysis.subject import Result, Subject
 from flexgen_h2o.evaluation.compare import compare, make_cases
-from flexgen_h2o.evaluation.heldout import HeldoutSet
+from flexgen_h2o.evaluation.documents import HeldoutSet
 from flexgen_h2o.evaluation.scoring import Judge
 from flexgen_h2o.evaluation.tables import above_full
 

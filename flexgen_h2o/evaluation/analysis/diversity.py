@@ -6,12 +6,15 @@ Self-BLEU: Zhu et al. 2018, arXiv 1802.01886. Distinct n-grams: Li et al. 2016, 
 from collections.abc import Sequence
 from typing import Any
 
-from flexgen_h2o.engine.generate import Request
-from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.requests import Request
 from flexgen_h2o.evaluation.analysis.findings import Finding, Row
 from flexgen_h2o.evaluation.analysis.subject import Result, Subject
 from flexgen_h2o.evaluation.texts import generate
-from flexgen_h2o.kvcache.eviction.rules import H2O, EvictionRule, Full, Local
+from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.plan.sampling import SamplingParams
 
 ORDERS = (1, 2, 3)  # of the n-grams that are counted
 TEMPERATURE = 0.8  # a small model's greedy texts soon run in circles, whatever it keeps

@@ -10,7 +10,8 @@ from flexgen_h2o.evaluation.analysis.subject import Result, Subject
 from flexgen_h2o.evaluation.plain import LayerAttention
 from flexgen_h2o.evaluation.plain_policies import Constant
 from flexgen_h2o.evaluation.statistics import perplexity, perplexity_change
-from flexgen_h2o.kvcache.eviction.rules import H2O, Full
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
 
 STEPS = 8  # at which the two are compared
 EQUAL = 0.02  # of perplexity

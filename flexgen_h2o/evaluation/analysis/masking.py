@@ -8,9 +8,9 @@ from torch import Tensor
 from flexgen_h2o.evaluation.analysis.findings import Finding, Row
 from flexgen_h2o.evaluation.analysis.subject import Result, Subject
 from flexgen_h2o.evaluation.plain import LayerAttention, PlainPolicy
-from flexgen_h2o.evaluation.scoring import ContinuationScores
+from flexgen_h2o.evaluation.scores import ContinuationScores
 from flexgen_h2o.evaluation.statistics import perplexity, perplexity_change
-from flexgen_h2o.kvcache.eviction.rules import Full
+from flexgen_h2o.kvcache.eviction.full import Full
 
 REMOVED = 0.1  # of the prompt's entries
 SEED = 20230614

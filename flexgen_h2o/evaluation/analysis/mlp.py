@@ -16,10 +16,10 @@ from flexgen_h2o.evaluation.plain import PlainModel
 from flexgen_h2o.evaluation.plain_policies import TopK
 from flexgen_h2o.evaluation.scoring import plain_model
 from flexgen_h2o.evaluation.statistics import perplexity
-from flexgen_h2o.kernels.matrices import Matrix
-from flexgen_h2o.models.layers import Parameters
+from flexgen_h2o.kernels.matrices.layout import Matrix
+from flexgen_h2o.models.base import Parameters
+from flexgen_h2o.models.registry import facts_of
 
-SECOND_MATRIX = "fc2.weight"
 HEAVY = 0.2  # of the tokens: a neuron that is active for more is a heavy hitter, as in the paper
 NEARLY_ALL, RARELY = 0.99, 0.05  # of the tokens
 TOP = 0.05  # of the neurons
@@ -54,22 +54,24 @@ class Between:
         return self._matrix.dense()
 
 
-def with_neurons(parameters: Parameters, change: Callable[[Tensor], Tensor]) -> Parameters:
-    """A layer in whose MLP the neurons, [tokens, ffn_dim], pass through a function before the second matrix."""
-    matrices = {**parameters.matrices, SECOND_MATRIX: Between(parameters.matrices[SECOND_MATRIX], change)}
+def with_neurons(parameters: Parameters, second_matrix: str, change: Callable[[Tensor], Tensor]) -> Parameters:
+    """A layer in whose MLP the neurons, [tokens, intermediate_size], pass through a function before that matrix."""
+    matrices = {**parameters.matrices, second_matrix: Between(parameters.matrices[second_matrix], change)}
     return Parameters(parameters.tensors, matrices)
 
 
 def activated_frequency(subject: Subject, documents: Tensor) -> Tensor:
-    """For which share of the documents' tokens each neuron is active: [layers, ffn_dim] float64."""
-    active = torch.zeros(subject.layers, subject.llm.config.ffn_dim, dtype=torch.float64)
+    """For which share of the documents' tokens each neuron is active: [layers, intermediate_size] float64."""
+    active = torch.zeros(subject.layers, subject.llm.config.intermediate_size, dtype=torch.float64)
 
     def count(layer: int, neurons: Tensor) -> Tensor:
         active[layer] += (neurons > 0).sum(dim=0).double().cpu()
         return neurons
 
+    matrix = facts_of(subject.llm.config.family).second_mlp_matrix
+
     def watched(layer: int, parameters: Parameters) -> Parameters:
-        return with_neurons(parameters, lambda neurons: count(layer, neurons))
+        return with_neurons(parameters, matrix, lambda neurons: count(layer, neurons))
 
     model = plain_model(subject.llm, watched)
     for batch in documents.split(subject.judge.rows):
@@ -78,7 +80,7 @@ def activated_frequency(subject: Subject, documents: Tensor) -> Tensor:
 
 
 def described(frequency: Tensor) -> Result:
-    """How unevenly a layer's neurons, [ffn_dim] shares of tokens, are active."""
+    """How unevenly a layer's neurons, [intermediate_size] shares of tokens, are active."""
     ordered = frequency.sort(descending=True).values
     top = max(1, round(TOP * len(ordered)))
     return {
@@ -92,7 +94,7 @@ def described(frequency: Tensor) -> Result:
 
 
 def overlap(a: Tensor, b: Tensor, share: float) -> float:
-    """How many of the `share` most active neurons are so in both, of [ffn_dim] each: a share of them."""
+    """How many of the `share` most active neurons are so in both, of [intermediate_size] each: a share of them."""
     count = max(1, round(share * len(a)))
     first, second = (set(frequency.topk(count).indices.tolist()) for frequency in (a, b))
     return len(first & second) / count
@@ -119,18 +121,21 @@ def analyse(subject: Subject) -> Result:
 
 
 def as_many(chosen: Tensor) -> Tensor:
-    """Random neurons, as many of each layer as are chosen: bool [layers, ffn_dim]."""
+    """Random neurons, as many of each layer as are chosen: bool [layers, intermediate_size]."""
     numbers = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(SEED))
     places = numbers.argsort(dim=1).argsort(dim=1)
     return places < chosen.sum(dim=1, keepdim=True)
 
 
 def perplexity_with(subject: Subject, kept: Tensor) -> float:
-    """Perplexity after the prompts, which too are read with the kept neurons alone: bool [layers, ffn_dim]."""
+    """Perplexity after the prompts, which too are read with the kept neurons alone: bool [layers, neurons]."""
     masks = kept.to(subject.llm.device, subject.llm.dtype)
-    model = plain_model(
-        subject.llm, lambda layer, parameters: with_neurons(parameters, lambda neurons: neurons * masks[layer])
-    )
+    matrix = facts_of(subject.llm.config.family).second_mlp_matrix
+
+    def masked(layer: int, parameters: Parameters) -> Parameters:
+        return with_neurons(parameters, matrix, lambda neurons: neurons * masks[layer])
+
+    model = plain_model(subject.llm, masked)
     parts = [_nll(model, batch, subject.prompt_len) for batch in subject.windows.split(subject.judge.rows)]
     return perplexity(torch.cat(parts)).mean
 

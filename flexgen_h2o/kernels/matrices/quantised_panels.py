@@ -6,8 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import four_bits as quant
-from flexgen_h2o.kernels import onednn, quantised
+from flexgen_h2o.kernels import four_bits, onednn, quantised
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.panels import PANEL, PanelLayout, rows_at_once
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
@@ -100,7 +99,7 @@ class QuantisedPanelLayout:
 
     def encode(self, storage: Tensor, matrix: Tensor) -> None:
         if not storage.is_meta:
-            quantised.quantise(matrix, storage, quant.CUTS, quant.FITS, in_strips=True)
+            quantised.quantise(matrix, storage, four_bits.CUTS, four_bits.FITS, in_strips=True)
 
     def matrix(self, storage: Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Tensor) -> Matrix:
         if storage.is_meta:

@@ -1,4 +1,4 @@
-"""Matrices in 4-bit groups, a row an entry of bytes (quant.py), multiplied after their values have been restored.
+"""Matrices in 4-bit groups, a row an entry of bytes (four_bits.py), multiplied after their values have been restored.
 
 For every device and precision. A part of the outputs at a time is decoded into a buffer that all matrices share. On a
 GPU few rows are multiplied with the codes, where a trial finds that faster (kernels/cuda.py).
@@ -9,8 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import four_bits as quant
-from flexgen_h2o.kernels import quantised
+from flexgen_h2o.kernels import four_bits, quantised
 from flexgen_h2o.kernels.fastest import Fastest, Way
 from flexgen_h2o.kernels.matrices.layout import Matrix, Storage
 from flexgen_h2o.kernels.matrices.plain import PlainMatrix
@@ -116,13 +115,13 @@ class QuantisedRowLayout:
             return
         if matrix.device.type == "cpu" and quantised.library() is not None:
             entries = storage if storage.device == matrix.device else torch.empty(storage.shape, dtype=torch.uint8)
-            quantised.quantise(matrix, entries, quant.CUTS, quant.FITS, in_strips=False)
+            quantised.quantise(matrix, entries, four_bits.CUTS, four_bits.FITS, in_strips=False)
             if entries is not storage:
                 storage.copy_(entries)
             return
         at_once = max(1, ENCODED_VALUES // matrix.shape[1])
         for part, target in zip(matrix.split(at_once), storage.split(at_once), strict=True):
-            target.copy_(quant.encode_weight(part))
+            target.copy_(four_bits.encode_weight(part))
 
     def matrix(self, storage: Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Tensor) -> Matrix:
         if storage.is_meta:
@@ -143,7 +142,7 @@ def _rows_at_once(buffer: Tensor, inputs: int, dtype: torch.dtype) -> int:
 
 
 def _decode(entries: Tensor, inputs: int, dtype: torch.dtype, buffer: Tensor) -> Tensor:
-    """Values [n, in] of entries [n, entry_bytes(in)], in the buffer; the same as quant.decode()'s."""
+    """Values [n, in] of entries [n, entry_bytes(in)], in the buffer; the same as four_bits.decode()'s."""
     code_bytes, groups = -(-inputs // 2), groups_of(inputs)
     wide = 8 * code_bytes * len(entries)
     values = buffer[:wide].view(torch.float32).view(len(entries), code_bytes, 2)

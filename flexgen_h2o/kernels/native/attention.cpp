@@ -207,7 +207,7 @@ void flexgen_h2o_enter(const Entry* unit) {
         const char* const value = static_cast<const char*>(unit->values) + pair * token_bytes;
         store_entry(ring_key, unit->ring_type, key, unit->token_type, ring_bytes);
         store_entry(ring_value, unit->ring_type, value, unit->token_type, ring_bytes);
-        const float score = unit->initial_scores[pair / unit->heads];
+        const float score = unit->initial_scores[pair];
         scores[ring_slot] = score;
         columns[ring_slot] = score == -std::numeric_limits<float>::infinity() ? -1 : unit->column;
     }

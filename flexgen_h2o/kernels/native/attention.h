@@ -46,8 +46,8 @@ struct Entry {
     const int32_t* losers;
     const void* keys;  // [pairs, head_dim]
     const void* values;
-    const float* initial_scores;  // [rows]
-    int64_t pairs, heads, head_dim, heavy_slots, ring_slots, ring_slot;
+    const float* initial_scores;  // [pairs]
+    int64_t pairs, head_dim, heavy_slots, ring_slots, ring_slot;
     int32_t heavy_type, ring_type, token_type;
     int32_t column;
     int32_t ring_is_full;

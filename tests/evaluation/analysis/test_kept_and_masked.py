@@ -15,7 +15,7 @@ from flexgen_h2o.evaluation.analysis.masking import Without, WithoutFirst, Witho
 from flexgen_h2o.evaluation.plain import walk
 from flexgen_h2o.evaluation.plain_policies import PlainH2O
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.kvcache.eviction.rules import Full
+from flexgen_h2o.kvcache.eviction.full import Full
 
 PROMPT_LEN, LENGTH = 6, 11
 RECENT = 2

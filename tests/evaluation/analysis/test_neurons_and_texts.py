@@ -14,7 +14,7 @@ from flexgen_h2o.evaluation.analysis.diversity import analyse, distinct, self_bl
 from flexgen_h2o.evaluation.analysis.mlp import activated_frequency, as_many, described, overlap, perplexity_with
 from flexgen_h2o.evaluation.analysis.subject import Subject
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.kvcache.eviction.rules import Full
+from flexgen_h2o.kvcache.eviction.full import Full
 
 PROMPT_LEN, LENGTH = 12, 20
 
