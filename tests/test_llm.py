@@ -137,6 +137,7 @@ def test_an_engine_is_kept_while_sizes_stay() -> None:
     assert llm.runtime is runtime and llm._engine is engine
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_twenty_calls() -> None:
     llm = LLM(hh_size=20, recent_size=20, dtype="float32")
     process = psutil.Process()
