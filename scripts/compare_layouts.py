@@ -2,7 +2,7 @@
 
     row-major     torch.addmm on [out, in], as checkpoints have it
     transposed    torch.addmm on [in, out]
-    panels        the engine's layout, multiplied by oneDNN (flexgen_h2o/kernels/matrices.py)
+    panels        the engine's layout, multiplied by oneDNN (flexgen_h2o/kernels/matrices/panels.py)
     oneDNN's own  the same product over memory that oneDNN packed and allocated itself
     inductor      torch.compile with freezing, which packs weights for oneDNN too
     4-bit codes   strips of 4-bit groups, multiplied with the codes (kernels/matrices/quantised_panels.py)
