@@ -11,6 +11,7 @@ from flexgen_h2o.basics.settings import borrowed, setting
 from flexgen_h2o.commands.command import EXIT_OK, run_command
 from flexgen_h2o.commands.flags import Flags, Parser
 from flexgen_h2o.commands.settings_flags import add_flags, filled_from
+from flexgen_h2o.plan.names import COMPUTING_DEVICES
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.run_settings import ModelChoice
 from flexgen_h2o.plan.sampling import SamplingParams
@@ -31,7 +32,7 @@ class ConvertOptions:
     model: str | None = borrowed(ModelChoice, "model", text="folder in Hugging Face format or name")
     path: str | None = borrowed(ModelChoice, "path")
     device: str = borrowed(
-        ModelChoice, "device", text="auto, cuda or cpu: where runs will compute", known=("auto", "cuda", "cpu")
+        ModelChoice, "device", text="auto, cuda or cpu: where runs will compute", known=COMPUTING_DEVICES
     )
     # A text, and no choice: setting_problems() knows precisions, and refuses what is none.
     dtype: str = borrowed(ModelChoice, "dtype", kind="text")

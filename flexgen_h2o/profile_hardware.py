@@ -13,6 +13,7 @@ from flexgen_h2o.basics.settings import borrowed, setting
 from flexgen_h2o.commands.command import EXIT_OK, run_command
 from flexgen_h2o.commands.flags import Flags, Parser, unwritable
 from flexgen_h2o.commands.settings_flags import add_flags, filled_from
+from flexgen_h2o.plan.names import COMPUTING_DEVICES
 from flexgen_h2o.plan.run_settings import ModelChoice
 from flexgen_h2o.search.hardware import Hardware, read_hardware, write_hardware
 from flexgen_h2o.search.hardware_files import default_folder
@@ -33,7 +34,7 @@ class ProfileOptions:
     output: str | None = setting(
         None, "text", "default: NAME.json where other commands look for it", short="-o", metavar="FILE"
     )
-    device: str = borrowed(ModelChoice, "device", text="auto, cuda or cpu", known=("auto", "cuda", "cpu"))
+    device: str = borrowed(ModelChoice, "device", text="auto, cuda or cpu", known=COMPUTING_DEVICES)
     folder: str | None = setting(
         None, "text", "on the disk to measure", shown="where runs put their offloaded files", metavar="DIR"
     )

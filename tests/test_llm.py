@@ -17,8 +17,8 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, GenerationOutput, SamplingParams
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.llm import DTYPES
-from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 from flexgen_h2o.plan.schedule import OUTER
 
 TEXTS = [
@@ -33,7 +33,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def demo() -> OPTForCausalLM:
     """transformers' idea of the demo model."""
-    return OPTForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.float32, attn_implementation="eager").eval()
+    return OPTForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 OFFLOAD = "~/flexgen_h2o_offload"  # files of a run, gone when it ends
+DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"  # the model that ships
 CACHE = "~/.cache/flexgen_h2o"  # weights, and rates of this machine, for later runs
 
 

@@ -9,6 +9,13 @@ from fractions import Fraction
 
 from flexgen_h2o.basics.errors import UsageError
 
+MOST_LETTERS = 80  # of a value, in messages
+
+
+def shown(value: object) -> str:
+    """A value that a file holds, for a message."""
+    return repr(value)[:MOST_LETTERS]
+
 
 def read_whole(name: str, text: str, least: int, most: int | None = None, is_odd: bool = False) -> int:
     """A whole number within limits."""

@@ -21,6 +21,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see --help")
 
 
+def parse_all(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, "Flags"]:
+    """Parses a command line; words that are no flags are noted beside the other mistakes."""
+    args, unknown = parser.parse_known_args(argv)
+    flags = Flags(args)
+    flags.problems += [f"{word} is not a flag of this command; see --help" for word in unknown]
+    return args, flags
+
+
 class Flags:
     """Turns the texts of parsed flags into values, collecting a sentence for each that cannot be."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.settings import field_values, flag_name, setting, settings_of
-from flexgen_h2o.commands.flags import Flags, Parser, unwritable
+from flexgen_h2o.commands.flags import Flags, Parser, parse_all, unwritable
 from flexgen_h2o.commands.settings_flags import add_flags, filled_from, given_values
 from flexgen_h2o.kvcache.eviction.registry import HELP
 from flexgen_h2o.kvcache.eviction.spec import EvictionSpec
@@ -93,7 +93,7 @@ GROUPS = {  # title -> topics of settings, in the order in which help lists them
 IDLE_IN_A_DRY_RUN = ("output", "restart", "checkpoint_minutes", "metrics", "strict", "trace")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """All flags. Values stay text here, so that every mistake in them can be reported at once."""
     parser = Parser(prog="python -m flexgen_h2o.run", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     for title, topics in GROUPS.items():
@@ -155,9 +155,7 @@ def asks_for_evictions(argv: list[str]) -> bool:
 
 def read_flags(argv: list[str]) -> RunOptions:
     """Parses and checks the command line. Raises UsageError with every mistake found in it."""
-    args, unknown = build_parser().parse_known_args(argv)
-    flags = Flags(args)
-    flags.problems += [f"{word} is not a flag of this command; see --help" for word in unknown]
+    args, flags = parse_all(build_parser(), argv)
     given_policy = given_values(flags, Policy)
     model = filled_from(flags, ModelChoice)
     job = given_values(flags, JobFlags)

@@ -1,14 +1,14 @@
 """The flags of `python -m flexgen_h2o.policy_search`: parsed, checked, every mistake reported at once."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.basics.settings import borrowed, field_values, flag_name, setting
-from flexgen_h2o.commands.flags import Flags, Parser, unwritable
+from flexgen_h2o.commands.flags import Flags, Parser, parse_all, unwritable
 from flexgen_h2o.commands.settings_flags import add_flags, filled_from
 from flexgen_h2o.kvcache.eviction.spec import EvictionSpec
 from flexgen_h2o.models.registry import from_folder, published
@@ -30,7 +30,6 @@ DEFAULT_PROMPT_LEN = 512
 AUTO = "auto"
 SWITCHES = {AUTO: (False, True), "on": (True,), "off": (False,)}
 ENGINES = ("flexgen_h2o", "flexgen")
-PACKAGE = Path(__file__).parent.parent
 
 
 def _encoding(default: str, text: str, shown: str) -> Any:
@@ -101,7 +100,7 @@ class SearchFlags:
     json: bool = setting(False, "given", "print one JSON object, the last line")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command's flags."""
     parser = Parser(
         prog="python -m flexgen_h2o.policy_search", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False
@@ -133,9 +132,7 @@ class SearchOptions(SearchFlags):
 
 def read_flags(argv: list[str]) -> SearchOptions:
     """Parses and checks the command line. Raises UsageError with every mistake found in it."""
-    args, unknown = build_parser().parse_known_args(argv)
-    flags = Flags(args)
-    flags.problems += [f"{word} is not a flag of this command; see --help" for word in unknown]
+    args, flags = parse_all(build_parser(), argv)
     config = _config(args.model, flags)
     asked: SearchFlags = filled_from(flags, SearchFlags)
     eviction = EvictionSpec("h2o", asked.hh_ratio, asked.recent_ratio)
@@ -169,7 +166,7 @@ def read_flags(argv: list[str]) -> SearchOptions:
 def _config(model: str | None, flags: Flags) -> ModelShape | None:
     """The model's sizes; no weights are needed."""
     if model is None:
-        return from_folder(PACKAGE / "demo" / "model", name="demo")
+        return from_folder(DEMO_MODEL, name="demo")
     try:
         folder = Path(model).expanduser()
         return from_folder(folder) if folder.is_dir() else published(model)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.evaluation.documents import HeldoutSet
 from flexgen_h2o.evaluation.recall import KINDS, RecallSet, RecallWriter
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 
 HELDOUT_FOLDER = Path(__file__).parent.parent / "demo" / "heldout"
 PROMPT_LEN, CONTINUATION_LEN = 384, 128
@@ -80,7 +80,7 @@ def _tokens(llm: LLM, text: str | None) -> NDArray[np.int64]:
     try:
         if text is not None and text.endswith(".npy"):
             tokens = np.load(text, allow_pickle=False).astype(np.int64).reshape(-1)
-        elif text is None and llm.folder == DEMO_FOLDER:
+        elif text is None and llm.folder == DEMO_MODEL:
             tokens = heldout_tokens()
         else:
             tokens = np.array(list(_encoded(llm, text)), dtype=np.int64)

@@ -8,6 +8,7 @@ from flexgen_h2o.basics.errors import UsageError
 from flexgen_h2o.basics.settings import borrowed
 from flexgen_h2o.commands.flags import Flags, Parser
 from flexgen_h2o.commands.settings_flags import add_flags, filled_from
+from flexgen_h2o.plan.names import COMPUTING_DEVICES
 from flexgen_h2o.plan.policy import Policy
 from flexgen_h2o.plan.run_settings import ModelChoice
 
@@ -40,7 +41,7 @@ class ModelOptions:
     """Which model, and where and how it is computed. The fields are LLM's arguments."""
 
     model: str | None = borrowed(ModelChoice, "model", text="folder in Hugging Face format, or name")
-    device: str = borrowed(ModelChoice, "device", text="auto, cuda or cpu", known=("auto", "cuda", "cpu"))
+    device: str = borrowed(ModelChoice, "device", text="auto, cuda or cpu", known=COMPUTING_DEVICES)
     dtype: str = borrowed(ModelChoice, "dtype", text="auto (float32), float32, bfloat16 or float16")
     gpu_batch_size: int = borrowed(
         Policy,

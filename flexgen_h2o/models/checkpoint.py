@@ -20,13 +20,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.models import registry
 from flexgen_h2o.models.base import TensorSource
 from flexgen_h2o.models.registry import facts_of
 from flexgen_h2o.models.safetensors_header import read_header
 from flexgen_h2o.plan.model_shape import ModelShape
 
-DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "model"
 SETTINGS_FILES = ["*.json", "*.txt", "*.model"]
 MOST_INDEX_BYTES = 2**26
 MOST_REASON_LETTERS = 200
@@ -50,7 +50,7 @@ def locate_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
     Raises UsageError that names the ways out.
     """
     if model is None:
-        return ModelSource(registry.from_folder(DEMO_FOLDER, name="demo"), DEMO_FOLDER)
+        return ModelSource(registry.from_folder(DEMO_MODEL, name="demo"), DEMO_MODEL)
     try:
         place = Path(model).expanduser()
         if place.is_dir():

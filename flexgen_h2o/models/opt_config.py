@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.values import shown
 from flexgen_h2o.models.architecture import Architecture
 from flexgen_h2o.plan.model_shape import ModelShape, ParameterShape
 
@@ -31,7 +32,6 @@ PUBLISHED_SIZES = {
 
 # Beyond any model there is; a file that asks for more is broken, and would take memory before that is noticed.
 MOST_LAYERS, MOST_SIZE = 10_000, 10**8
-MOST_LETTERS = 80  # of a value, in messages
 
 _SIZES = (
     "vocab_size",
@@ -193,11 +193,6 @@ class OptModels(Architecture):
         return name if name.startswith("lm_head.") else f"model.decoder.{name}"
 
 
-def _shown(value: object) -> str:
-    """A value of a file, for a message."""
-    return repr(value)[:MOST_LETTERS]
-
-
 def read_config(values: Mapping[str, Any], name: str, source: str) -> OptConfig:
     """The configuration that a parsed config.json describes. Raises UsageError with every mistake found in it."""
     problems = []
@@ -209,8 +204,9 @@ def read_config(values: Mapping[str, Any], name: str, source: str) -> OptConfig:
     for key, value in sizes.items():
         most = MOST_LAYERS if key == "num_hidden_layers" else MOST_SIZE
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            shown = _shown(value)
-            problems.append(f"{source}: {key} is {shown}; it must be a whole number of at least 1 and at most {most}")
+            problems.append(
+                f"{source}: {key} is {shown(value)}; it must be a whole number of at least 1 and at most {most}"
+            )
         found[key] = value
     switches = {key: (key, True) for key in _SWITCHES} | {
         "remove_final_layer_norm": ("_remove_final_layer_norm", False)
@@ -218,11 +214,11 @@ def read_config(values: Mapping[str, Any], name: str, source: str) -> OptConfig:
     for field, (key, default) in switches.items():
         found[field] = values.get(key, default)
         if not isinstance(found[field], bool):
-            problems.append(f"{source}: {key} is {_shown(found[field])}; it must be true or false")
+            problems.append(f"{source}: {key} is {shown(found[field])}; it must be true or false")
     found["activation_function"] = values.get("activation_function", "relu")
     if found["activation_function"] not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        problems.append(f"{source}: activation_function is {_shown(found['activation_function'])}; known ones: {known}")
+        problems.append(f"{source}: activation_function is {shown(found['activation_function'])}; known ones: {known}")
     found.setdefault("word_embed_proj_dim", found["hidden_size"])
     problems += _read_special_tokens(values, source, found)
     if not problems and found["hidden_size"] % found["num_attention_heads"]:
@@ -245,4 +241,4 @@ def _read_special_tokens(values: Mapping[str, Any], source: str, found: dict[str
     ids = [*eos_ids, found["bos_token_id"], found["pad_token_id"]]
     if all(token is None or (isinstance(token, int) and not isinstance(token, bool)) for token in ids):
         return []
-    return [f"{source}: special token ids {_shown(ids)} must be whole numbers"]
+    return [f"{source}: special token ids {shown(ids)} must be whole numbers"]

@@ -5,11 +5,12 @@ A new family is its facts and its mathematics, beside this, and a line here.
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.values import shown
 from flexgen_h2o.models.architecture import Architecture
 from flexgen_h2o.plan.model_shape import ModelShape
 
@@ -29,23 +30,16 @@ HOMES = {  # by model_type of config.json
 }
 DEFAULT_FAMILY = "opt"  # of a config.json without model_type
 
-MOST_LETTERS = 80  # of a value, in messages
-
-
-def _load(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
-
 
 def facts_of(name: str) -> type[Architecture]:
     """The facts of a family."""
-    facts: type[Architecture] = _load(HOMES[name].facts)
+    facts: type[Architecture] = resolve_name(HOMES[name].facts)
     return facts
 
 
 def family_of(shape: ModelShape) -> "Family":
     """The mathematics of a model."""
-    family: Family = _load(HOMES[shape.family].mathematics)(shape)
+    family: Family = resolve_name(HOMES[shape.family].mathematics)(shape)
     return family
 
 
@@ -95,4 +89,4 @@ def from_dict(values: Mapping[str, Any], name: str, source: str = "config") -> M
     if isinstance(model_type, str) and model_type in HOMES:
         return facts_of(model_type).read(values, name, source)
     known = ", ".join(map(repr, HOMES))
-    raise UsageError(f"{source}: model_type is {repr(model_type)[:MOST_LETTERS]}; only {known} models are supported")
+    raise UsageError(f"{source}: model_type is {shown(model_type)}; only {known} models are supported")

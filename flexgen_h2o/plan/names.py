@@ -6,7 +6,8 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 DTYPES = tuple(ITEMSIZES)
 
 COMPUTING = ("cpu", "cuda")  # devices
-DEVICES = ("auto", "cuda", "cpu", "meta")  # as flags name them; meta computes nothing
+COMPUTING_DEVICES = ("auto", "cuda", "cpu")  # as flags name them
+DEVICES = (*COMPUTING_DEVICES, "meta")  # the last computes nothing
 
 # Directions in which bytes move; "host" is what the CPU computes beside a GPU.
 Link = Literal["h2d", "d2h", "disk_read", "disk_write", "host"]

@@ -16,11 +16,11 @@ from support.commands import Finished, call, read_jsonl
 from support.tiny_models import make_tiny_opt, save_tiny_opt
 
 from flexgen_h2o import LLM, evaluate
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.evaluation.compare import compare, make_cases
 from flexgen_h2o.evaluation.heldout import HeldoutSizes, heldout_set
 from flexgen_h2o.evaluation.recall import KINDS
 from flexgen_h2o.evaluation.scoring import Judge
-from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 
 
 def evaluate_with(*argv: str) -> Finished:
@@ -183,7 +183,7 @@ def test_a_model_without_a_tokenizer_cannot_be_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["context", "vocabulary"])
 def test_a_model_too_small_for_the_documents_is_refused(tmp_path: Path, change: str) -> None:
     """The demo model with half its positions, or half its tokens."""
-    for path in DEMO_FOLDER.iterdir():
+    for path in DEMO_MODEL.iterdir():
         shutil.copy(path, tmp_path)
     key, name, size = {
         "context": ("max_position_embeddings", "model.decoder.embed_positions.weight", 256),

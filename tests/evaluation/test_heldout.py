@@ -14,6 +14,7 @@ from support.helpers import TinyOpt
 
 from flexgen_h2o import LLM
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.evaluation.heldout import (
     CONTINUATION_LEN,
     PROMPT_LEN,
@@ -22,7 +23,6 @@ from flexgen_h2o.evaluation.heldout import (
     heldout_tokens,
     text_windows,
 )
-from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_text_of_a_file_is_read_by_the_tokenizer(llm: LLM, tmp_path: Path) -> No
 
 def test_another_model_reads_the_text_that_ships_with_its_own_tokenizer(tmp_path: Path, llm: LLM) -> None:
     """A copy of the demo model, which is not known to be one, finds the same words."""
-    for path in DEMO_FOLDER.iterdir():
+    for path in DEMO_MODEL.iterdir():
         shutil.copy(path, tmp_path)
     copy = LLM(str(tmp_path), dtype="float32")
     first, its_first = (heldout_set(model, HeldoutSizes(2, 0)).windows[0] for model in (llm, copy))

@@ -19,8 +19,8 @@ from lm_eval.tasks import TaskManager
 
 from flexgen_h2o import LLM, SamplingParams, evaluate
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.evaluation.lm_eval import EvictingLM, sampling_params
-from flexgen_h2o.models.checkpoint import DEMO_FOLDER
 
 TASKS = Path(__file__).parent / "tasks"
 PASSAGE = "Remember: the password of Emma is silver river garden.\nAnd the king went down to the house of the Lord. "
@@ -34,7 +34,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def theirs() -> HFLM:
-    return HFLM(pretrained=str(DEMO_FOLDER), dtype="float32", device="cpu", batch_size=8)
+    return HFLM(pretrained=str(DEMO_MODEL), dtype="float32", device="cpu", batch_size=8)
 
 
 def instances(*args: tuple[Any, ...]) -> list[Any]:
@@ -94,7 +94,7 @@ def test_whole_texts_are_scored_in_windows_of_the_context(llm: LLM, theirs: HFLM
     texts = [PASSAGE, PASSAGE * 40]
     found = EvictingLM(llm, "full").loglikelihood_rolling(instances(*[(text,) for text in texts]))
     # Theirs scores the leading token, which the tokenizer adds, as if it were text; so its windows lie otherwise.
-    bare = HFLM(pretrained=str(DEMO_FOLDER), dtype="float32", device="cpu", batch_size=8, add_bos_token=False)
+    bare = HFLM(pretrained=str(DEMO_MODEL), dtype="float32", device="cpu", batch_size=8, add_bos_token=False)
     bare.tok_encode = lambda text, **_: llm.tokenizer.encode_part(text)  # type: ignore[union-attr]
     expected = bare.loglikelihood_rolling(instances(*[(text,) for text in texts]), disable_tqdm=True)
     assert found == pytest.approx(expected, rel=1e-5)

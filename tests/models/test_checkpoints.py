@@ -15,9 +15,10 @@ from support.commands import ids_file, refused, run
 from support.tiny_models import make_tiny_opt, save_tiny_opt
 
 from flexgen_h2o.basics.errors import UsageError
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.models import checkpoint as checkpoints
 from flexgen_h2o.models import registry
-from flexgen_h2o.models.checkpoint import DEMO_FOLDER, locate_model, open_checkpoint
+from flexgen_h2o.models.checkpoint import locate_model, open_checkpoint
 from flexgen_h2o.models.safetensors_header import read_header
 
 WAYS_OUT = ["--model or --path", "network", "--dummy-weights"]
@@ -73,7 +74,7 @@ def cached(cache: Path, repository: str, folder: Path, **kind: Any) -> Path:
 
 def test_without_a_name_the_demo_model_is_meant() -> None:
     source = locate_model(None, None, False)
-    assert (source.config.name, source.folder) == ("demo", DEMO_FOLDER)
+    assert (source.config.name, source.folder) == ("demo", DEMO_MODEL)
 
 
 def test_a_folder_is_taken_whatever_its_name(tiny_folder: Path) -> None:
@@ -298,7 +299,7 @@ def test_a_pickle_that_would_run_code_is_refused(tiny_folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", ["evil", "tokenizer"])
 def test_code_in_a_model_folder_is_not_run(tiny_folder: Path, tmp_path: Path, name: str) -> None:
     folder = copy_weights(tiny_folder, tmp_path / "model")
-    for path in DEMO_FOLDER.glob("*token*"):
+    for path in DEMO_MODEL.glob("*token*"):
         shutil.copy(path, folder)
     marker = tmp_path / "it has run"
     (folder / f"{name}.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\nclass EvilFast(Evil): pass\n")

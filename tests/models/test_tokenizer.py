@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.basics.errors import UsageError
-from flexgen_h2o.models.checkpoint import DEMO_FOLDER
+from flexgen_h2o.basics.folders import DEMO_MODEL
 from flexgen_h2o.models.registry import from_folder
 from flexgen_h2o.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -21,22 +21,22 @@ PARTS = [[43, 563, 82, 425]]  # "Hello there"
 
 def settings(**changes: Any) -> str:
     """The demo's tokenizer_config.json with changes; None takes a key out."""
-    values = json.loads((DEMO_FOLDER / "tokenizer_config.json").read_text()) | changes
+    values = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text()) | changes
     return json.dumps({key: value for key, value in values.items() if value is not None})
 
 
 def one_file(folder: Path, **changes: Any) -> Path:
     """A folder with tokenizer.json."""
-    shutil.copy(DEMO_FOLDER / "config.json", folder)
-    shutil.copy(DEMO_FOLDER / "tokenizer.json", folder)
+    shutil.copy(DEMO_MODEL / "config.json", folder)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
     (folder / "tokenizer_config.json").write_text(settings(**changes))
     return folder
 
 
 def two_files(folder: Path, **changes: Any) -> Path:
     """The same vocabulary as OPT's own folders have it: vocab.json and merges.txt."""
-    shutil.copy(DEMO_FOLDER / "config.json", folder)
-    whole = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
+    shutil.copy(DEMO_MODEL / "config.json", folder)
+    whole = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
     added = {token["content"]: token["id"] for token in whole["added_tokens"]}
     (folder / "vocab.json").write_text(json.dumps({**whole["model"]["vocab"], **added}))
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in whole["model"]["merges"]]
@@ -61,7 +61,7 @@ FOLDERS = {
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_the_leading_token_is_neither_lost_nor_doubled(tmp_path: Path, kind: str) -> None:
     tokenizer = load(FOLDERS[kind](tmp_path))
-    expected = load(DEMO_FOLDER)
+    expected = load(DEMO_MODEL)
     assert tokenizer.encode("Hello there") == [2, 43, 563, 82, 425]
     for text in TEXTS:
         ids = tokenizer.encode(text)
@@ -87,7 +87,7 @@ def test_texts_come_back(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_tail_counts_tokens_that_show() -> None:
-    tokenizer = load(DEMO_FOLDER)
+    tokenizer = load(DEMO_MODEL)
     ids = tokenizer.encode_part("Hello there, sailor")
     assert tokenizer.decode_tail([*ids, 2, 1, 2], 2) == tokenizer.decode(ids[-2:])
     assert tokenizer.decode_tail([2, *ids], 100) == "Hello there, sailor"
@@ -95,7 +95,7 @@ def test_a_tail_counts_tokens_that_show() -> None:
 
 
 def test_a_folder_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
-    shutil.copy(DEMO_FOLDER / "config.json", tmp_path)
+    shutil.copy(DEMO_MODEL / "config.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(settings())
     assert load_tokenizer(tmp_path, from_folder(tmp_path)) is None
 
@@ -113,7 +113,7 @@ def test_a_broken_tokenizer_is_refused_and_its_folder_named(tmp_path: Path, name
 
 def test_a_folder_of_the_old_kind_generates_the_same(tmp_path: Path) -> None:
     folder = two_files(tmp_path, add_bos_token=True)
-    shutil.copy(DEMO_FOLDER / "model.safetensors", folder)
+    shutil.copy(DEMO_MODEL / "model.safetensors", folder)
     params = SamplingParams(max_new_tokens=6)
     old, new = (LLM(model, dtype="float32").generate(["The captain"], params) for model in (str(folder), None))
     assert old == new

@@ -6,7 +6,7 @@ asked for: some need torch, which takes a second to load.
 
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from flexgen_h2o.basics.errors import UsageError
@@ -27,8 +27,7 @@ KINDS: dict[type, Kind] = {bool: "switch", int: "whole", float: "real"}  # of fi
 
 def load(name: str) -> type[EvictionRule]:
     """The class of a policy."""
-    module, _, attribute = HOMES[name].partition(":")
-    rule: type[EvictionRule] = getattr(import_module(module), attribute)
+    rule: type[EvictionRule] = resolve_name(HOMES[name])
     return rule
 
 

@@ -56,9 +56,6 @@ class EvictionSpec:
     @property
     def parameters(self) -> dict[str, Any]:
         """The parameters that were given, by name. Raises UsageError for what cannot be."""
-        return self._read_parameters()
-
-    def _read_parameters(self) -> dict[str, Any]:
         name, colon, text = str(self.eviction).partition(":")
         return read_parameters(name, text) if colon else {}
 
@@ -99,7 +96,7 @@ class EvictionSpec:
             if name not in used and value is not None
         ]
         try:
-            self._read_parameters()
+            _ = self.parameters
         except UsageError as error:
             found += error.problems
         return found
