@@ -192,7 +192,7 @@ def _take_turns(
 ) -> dict[str, list[float]]:
     """Seconds in every trial: per step of each engine, and of reading memory and of products by themselves."""
     config = sizes.config
-    shape = (sizes.batch, config.num_attention_heads, sizes.cache_len, config.head_dim)
+    shape = (sizes.batch, config.num_key_value_heads, sizes.cache_len, config.head_dim)
     keys, values = (fill(torch.empty(shape, dtype=sizes.kind)) for _ in range(2))
     sums = torch.rand(shape[:3])
     seconds: dict[str, list[float]] = {name: [] for name in (*ENGINES, "reading", "products")}

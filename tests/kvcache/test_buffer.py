@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexgen_h2o.kvcache.buffer import KVBuffer
-from flexgen_h2o.kvcache.eviction.base import EvictionRule
+from flexgen_h2o.kvcache.eviction.base import Entries, EvictionRule
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.kvcache.eviction.local import Local
@@ -71,6 +71,27 @@ def columns(buffer: KVBuffer, row: int = 0) -> tuple[list[int], list[int]]:
 
 
 # --- by name ---
+
+
+class ByLayer(EvictionRule):
+    """Entries score the number of their layer."""
+
+    name = "by_layer"
+
+    def initial_scores(self, entries: Entries) -> Tensor:
+        return torch.full((1, 1, entries.positions.shape[1]), float(entries.layer))
+
+
+def test_a_rule_is_told_the_layer_of_what_prefill_and_decode_enter() -> None:
+    buffer = make_buffer(ByLayer(2, 2), [0])
+    for layer in (5, 3):
+        buffer.serve(buffer.shape, buffer.rule, layer)
+        buffer.reset(Padding(torch.tensor([0])))
+        fill(buffer, 2, None)
+        assert buffer.scores[0, 0].tolist() == [EMPTY, EMPTY, layer, layer]
+        buffer.scores.zero_()
+        append(buffer, 2)
+        assert buffer.scores[0, 0].tolist() == [0, 0, layer, 0]
 
 
 def test_prefill_keeps_the_best_of_the_columns_before_the_ring() -> None:
