@@ -56,7 +56,7 @@ def test_a_plan_counts_what_the_ledger_counts(percent: Percent, device: str) -> 
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("block", [(4, 3), (16, 2)])
+@pytest.mark.parametrize("block", [(4, 3), (12, 2), (16, 2)])
 def test_kv_buffers_are_whole_huge_pages_where_files_are_read_into_them(device: str, block: tuple[int, int]) -> None:
     one, policy = job("opt-125m", 100, 28, device=device), Policy(*block, percent=Percent(0, 0, 0, 0, 0, 0))
     planned, tier = MemoryPlan(one, policy).lines, one.account("gpu")
